@@ -1,0 +1,59 @@
+// The plain C++ face of the kernels: pointers, sizes and a stream in, a cudaError_t out. Nothing of XLA, nothing of Python.
+//
+// Everything here is callable while the stream is being captured: no allocation, no synchronisation, no other stream.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace jax_kda {
+
+enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
+
+// The numbers are those of jax_kda.contract.GateMode and BetaMode.
+enum class GateMode : int32_t { kLog = 0, kSoftplus = 1, kSafe = 2 };
+enum class BetaMode : int32_t { kPlain = 0, kSigmoid = 1, kSigmoidDoubled = 2 };
+
+enum class Route : int32_t { kBaselineM128 = 0 };
+
+// One call of the operation. Arrays are dense, row-major, on the current device; a null pointer means "absent".
+//   B batch rows, T tokens a row, N sequences a row (1 where offsets are absent), H q/k heads, HV value heads, D = K = V = 128.
+struct PrefillArgs {
+  const void* q;              // [B, T, H, 128] bf16
+  const void* k;              // [B, T, H, 128] bf16
+  const void* v;              // [B, T, HV, 128] bf16
+  const void* g;              // [B, T, HV, 128] g_dtype
+  const void* beta;           // [B, T, HV] beta_dtype
+  const float* a_log;         // [gate_rows, HV] or null (log gates)
+  const float* dt_bias;       // [gate_rows, HV, 128] or null
+  const void* initial_state;  // [B, N, HV, 128, 128] state_in_dtype, or null (zeros)
+  const int32_t* offsets;     // [B, N + 1], or null (one sequence a row, all T tokens)
+  void* o;                    // [B, T, HV, 128] bf16
+  void* final_state;          // [B, N, HV, 128, 128] state_out_dtype, or null (not wanted)
+  void* workspace;            // workspace_bytes of arbitrary contents
+  int64_t workspace_bytes;
+
+  int64_t B, T, N, H, HV;
+  int64_t gate_rows;  // 1 (shared by the batch rows) or B
+  DType g_dtype, beta_dtype, state_in_dtype, state_out_dtype;
+  GateMode gate;
+  BetaMode beta_mode;
+  bool l2norm;
+  bool state_v_first;  // states are [.., V, K] instead of [.., K, V]
+  float scale;
+  float lower_bound;  // of the safe gate
+};
+
+// What this build holds machine code for, as compute capabilities ("90a", "100a", ...), comma separated.
+const char* compiled_architectures();
+
+// The workspace that a route needs for this call.
+int64_t workspace_bytes(Route route, const PrefillArgs& args);
+
+// Launches the call on the stream. cudaErrorNoKernelImageForDevice where this build has no code for the current device,
+// cudaErrorInvalidValue where the arguments break a rule above.
+cudaError_t prefill(Route route, const PrefillArgs& args, cudaStream_t stream);
+
+}  // namespace jax_kda
