@@ -1,0 +1,1 @@
+"""Kimi Delta Attention for JAX."""
