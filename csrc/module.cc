@@ -1,5 +1,8 @@
 // The Python module jax_kda._native: the FFI handlers as capsules, and the facts of this build.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
 
 #include "xla/ffi/api/c_api.h"  // for its version numbers
 
@@ -30,11 +33,11 @@ nb::dict build_info() {
 #ifdef JAX_KDA_WITH_CUDA
   result["cuda"] = true;
   result["architectures"] = nb::tuple(nb::str(jax_kda::compiled_architectures()).attr("split")(","));
-  result["cuda_version"] = nb::make_tuple(CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+  result["cuda_version"] = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
 #else
   result["cuda"] = false;
   result["architectures"] = nb::tuple();
-  result["cuda_version"] = nb::none();
+  result["cuda_version"] = "";
 #endif
   result["reason"] = JAX_KDA_BUILD_REASON;
   result["ffi_api_version"] = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
