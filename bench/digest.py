@@ -1,7 +1,8 @@
 """The digest of the product: equal digests mean that measurements of one tree hold for the other.
 
 It covers what decides a result or a time: every file in csrc/, CMakeLists.txt and jax_kda/*.py. For Python the
-syntax tree without docstrings counts, so prose and formatting cost no GPU time. `python bench/digest.py` prints it.
+syntax tree without docstrings counts, so prose and formatting cost no GPU time. `python bench/digest.py` prints
+it, the same on every supported version of Python.
 """
 
 from __future__ import annotations
@@ -27,14 +28,20 @@ def content(path: Path) -> bytes:
         return path.read_bytes()
     tree = ast.parse(path.read_bytes())
     for node in ast.walk(tree):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if documented and ast.get_docstring(node, clean=False) is not None:
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if ast.get_docstring(node, clean=False) is not None:
             del node.body[0]
     return _dump(tree).encode()
 
 
 def _dump(node: object) -> str:
-    """A syntax tree as text. (`ast.dump` prints empty fields or not, by the version of Python.)"""
+    """A syntax tree as text, without what differs between versions of Python.
+
+    Those are the empty fields, which `ast.dump` prints or not, and the empty strings that 3.12 leaves in f-strings.
+    """
+    if isinstance(node, ast.JoinedStr):
+        node = [part for part in node.values if not (isinstance(part, ast.Constant) and part.value == "")]
     if isinstance(node, ast.AST):
         fields = ((name, value) for name, value in ast.iter_fields(node) if value is not None and value != [])
         return f"{type(node).__name__}({', '.join(f'{name}={_dump(value)}' for name, value in fields)})"

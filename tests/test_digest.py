@@ -55,6 +55,7 @@ def test_prose_and_what_is_no_product_do_not_count(tree: Path, name: str, text: 
     [
         ("jax_kda/m.py", MODULE.replace("2 * x", "3 * x")),
         ("jax_kda/m.py", MODULE.replace("= 1", "= 2")),
+        ("jax_kda/m.py", MODULE.replace("2 * x", "max(2, x)")),
         ("jax_kda/n.py", ""),
         ("csrc/a.cu", "// another comment\n"),
         ("csrc/kernels/b.cuh", ""),
@@ -78,6 +79,15 @@ def test_a_string_that_is_no_docstring_counts(tree: Path) -> None:
     (tree / "jax_kda" / "m.py").write_text("x = 1\n'one'\n")
     before = digest.digest(tree)
     (tree / "jax_kda" / "m.py").write_text("x = 1\n'two'\n")
+    assert digest.digest(tree) != before
+
+
+def test_an_empty_string_counts_but_not_inside_an_f_string(tree: Path) -> None:
+    module = tree / "jax_kda" / "m.py"
+    module.write_text('x = print("", f"{y:>{z}}")\n')
+    before = digest.digest(tree)
+    assert digest.content(module).count(b"value=''") == 1
+    module.write_text('x = print(f"{y:>{z}}")\n')
     assert digest.digest(tree) != before
 
 
