@@ -1,8 +1,8 @@
 """The digest of the product: equal digests mean that measurements of one tree hold for the other.
 
-It covers what decides a result or a time: every file in csrc/, CMakeLists.txt and jax_kda/*.py. For Python the
-syntax tree without docstrings counts, so prose and formatting cost no GPU time. `python bench/digest.py` prints
-it, the same on every supported version of Python.
+It covers what decides a result or a time: every file in csrc/, CMakeLists.txt and jax_kda/*.py. For Python
+the syntax tree without docstrings counts, so prose and formatting cost no GPU time. `python bench/digest.py`
+prints it, the same on every supported version of Python.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def content(path: Path) -> bytes:
 def _dump(node: object) -> str:
     """A syntax tree as text, without what differs between versions of Python.
 
-    Those are the empty fields, which `ast.dump` prints or not, and the empty strings that 3.12 leaves in f-strings.
+    Those are empty fields, which `ast.dump` prints or not, and empty strings that 3.12 leaves in f-strings.
     """
     if isinstance(node, ast.JoinedStr):
         node = [part for part in node.values if not (isinstance(part, ast.Constant) and part.value == "")]
