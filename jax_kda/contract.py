@@ -417,7 +417,7 @@ def _check_state(initial_state: Any, N: Any, HV: int, K: int, V: int, state_v_fi
 
 
 def _number(name: str, value: Any) -> float:
-    if not isinstance(value, (numbers.Real, np.floating, np.integer)) or isinstance(value, (bool, np.bool_)):
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.floating, np.integer)):
         _refuse(
             TypeError,
             name,

@@ -1,0 +1,226 @@
+"""The public operations: signature, meaning, and one screen of body each."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from . import contract, ffi, partitioning, routing
+from .contract import GateMode, Options
+from .primitive import prefill
+
+__all__ = ["explain_route", "kda_decode", "kda_prefill"]
+
+
+def kda_prefill(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike,
+    beta: ArrayLike,
+    *,
+    scale: float | None = None,
+    initial_state: ArrayLike | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: ArrayLike | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
+    safe_gate: bool = False,
+    lower_bound: float | None = -5.0,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    route: str = "auto",
+) -> tuple[jax.Array, jax.Array | None]:
+    r"""Kimi Delta Attention over whole sequences: the gated delta rule with a decay per key channel.
+
+    Per sequence and value head a state `S[K, V]` (float32) goes through the tokens in order::
+
+        S <- exp(g_t)[:, None] * S               decay, one per key channel
+        S <- S + k_t (beta_t (v_t - S^T k_t))^T  the delta rule
+        o_t = scale * S^T q_t                    read
+
+    The argument names are those of flash-linear-attention's `chunk_kda`, and calls written for it carry over,
+    but for three things: the final state is returned unless `output_final_state=False`; everything after
+    `beta` goes by keyword; and arguments that would be ignored are refused.
+
+    Args:
+        q, k: `[B, T, H, K]`, bfloat16, float16 or float32. Any K.
+        v: `[B, T, HV, V]`, dtype as q. Any V; HV a multiple of H: value head h reads query/key head
+            `h // (HV // H)`.
+        g: `[B, T, HV, K]`, bfloat16 or float32: the log decay (natural log, <= 0), or with
+            `use_gate_in_kernel` the raw gate.
+        beta: `[B, T, HV]`, bfloat16 or float32: the write strength, or with `use_beta_sigmoid_in_kernel` its
+            logit.
+        scale: of the output; `K ** -0.5` by default.
+        initial_state: `[N, HV, K, V]`, float32 or bfloat16; N is B, or the number of packed sequences. None
+            is zeros. Never changed in place.
+        output_final_state: whether the state after the last token is returned.
+        cu_seqlens: `[N + 1]` int32 (int64 is cast): token t of the one row (B = 1) belongs to sequence n
+            where `cu_seqlens[n] <= t < cu_seqlens[n + 1]`. Rows outside all sequences give zeros. NumPy
+            offsets are checked here; those on a device are never read (see `check_cu_seqlens`), and wrong
+            ones give unspecified numbers.
+        use_qk_l2norm_in_kernel: q and k become `x * rsqrt(sum(x ** 2) + 1e-6)`.
+        use_gate_in_kernel: the log decay is `-exp(A_log) * softplus(g + dt_bias)`, or with `safe_gate`
+            `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`.
+        A_log: `[HV]` float32. The safe gate may leave it out (`exp(A_log)` is then 1).
+        dt_bias: `[HV, K]` or `[HV * K]` float32, or None.
+        safe_gate, lower_bound: see `use_gate_in_kernel`; log decays are then within `[lower_bound, 0]`.
+        use_beta_sigmoid_in_kernel: beta goes through a sigmoid, doubled with `allow_neg_eigval`.
+        state_v_first: states are `[N, HV, V, K]`, in and out.
+        route: "auto", or a name of `jax_kda.Route` to force; an error says why where it cannot run.
+
+    Returns:
+        `(o, final_state)`: o `[B, T, HV, V]` in v's dtype; final_state `[N, HV, K, V]`, float32 (bfloat16
+        where `initial_state` is), or None.
+
+    Raises:
+        ValueError, TypeError: for whatever is wrong and knowable from shapes, dtypes and options.
+
+    Kimi Linear: An Expressive, Efficient Attention Architecture, arXiv:2510.26692.
+    """
+    problem = contract.check(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        route=routing.route_name(route),
+    )
+    return _prefill(problem.options, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+
+
+def kda_decode(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike,
+    beta: ArrayLike,
+    *,
+    initial_state: ArrayLike,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
+    safe_gate: bool = False,
+    lower_bound: float | None = -5.0,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    route: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """The next 1 to 8 tokens of B sequences, for the serving loop: state in, state out.
+
+    Arguments and results are those of `kda_prefill` with `T` from 1 to 8, `initial_state` `[B, HV, K, V]`
+    required and the new state always returned. It takes the prefill's routes for now: there is no kernel of
+    its own yet.
+    """
+    contract.check_decode(q, initial_state)
+    o, state = kda_prefill(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        route=route,
+    )
+    assert state is not None  # kda_prefill returns it by default
+    return o, state
+
+
+def explain_route(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, *, device: Any = None, route: str = "auto", **options: Any
+) -> routing.Decision:
+    """The route that `kda_prefill` with these arguments takes, and why: `print(jax_kda.explain_route(...))`.
+
+    Arrays, tracers and `jax.ShapeDtypeStruct` will do. A `NamedSharding` on them counts: routes are chosen
+    from the shapes that one device sees. Inside `shard_map` the shapes are those already; for a call under
+    `vmap` give the batch it folds into, `[mapped * B, ...]`.
+
+    Args:
+        device: a `jax.Device`, a `jax_kda.routing.Device`, or the name of a platform ("cpu", "cuda": an H200
+            where this process has no GPU). By default the device that q is on, else JAX's default device.
+        options: the other keyword arguments of `kda_prefill`.
+    """
+    problem = contract.check(q, k, v, g, beta, route=routing.route_name(route), **options)
+    named = {name: _typed(x) for name, x in (("q", q), ("k", k), ("v", v), ("g", g))}
+    return routing.choose(partitioning.local_problem(problem, named), _device(device, q), ffi.build())
+
+
+def _typed(x: Any) -> jax.ShapeDtypeStruct:
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _device(device: Any, q: Any) -> routing.Device:
+    if isinstance(device, routing.Device):
+        return device
+    if isinstance(device, str):
+        try:
+            device = jax.local_devices(backend=device)[0]
+        except RuntimeError:
+            return routing.H200 if device in ("cuda", "gpu") else routing.Device(device, device.upper())
+    if device is None and not isinstance(q, jax.core.Tracer):
+        found = getattr(getattr(q, "sharding", None), "device_set", None)
+        device = min(found, key=lambda d: d.id) if found else None
+    return ffi.device_facts(device or jax.config.jax_default_device or jax.devices()[0])
+
+
+@functools.partial(jax.jit, static_argnums=(0,), inline=True)
+def _prefill(
+    options: Options,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    A_log: jax.Array | None,
+    dt_bias: jax.Array | None,
+    initial_state: jax.Array | None,
+    cu_seqlens: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """From the public shapes to the primitive's and back. Under jit: an eager call is one cached dispatch."""
+    heads, key_size = v.shape[2], q.shape[3]
+    single = 0 if options.packed else 1  # of the states' [B, N, ...]: one packed row, or one sequence a row
+    operands = [q, k, v, g, beta]
+    if options.gate != GateMode.LOG:
+        operands.append(jnp.zeros((1, heads), jnp.float32) if A_log is None else A_log[None])
+        if dt_bias is not None:
+            operands.append(dt_bias.reshape(1, heads, key_size))
+    if initial_state is not None:
+        operands.append(jnp.expand_dims(initial_state, single))
+    if cu_seqlens is not None:
+        operands.append(cu_seqlens.astype(jnp.int32)[None])
+    o, *state = prefill(options, operands)
+    return o, jnp.squeeze(state[0], single) if state else None

@@ -1,0 +1,205 @@
+"""kda_prefill as one JAX primitive, and the layers that teach it JAX's transformations.
+
+    prefill(options, operands)
+      -> custom_vjp           reverse mode: backward, the chunk form is differentiated
+      -> custom_vmap          a mapped axis is folded into B, so that vmap meets the same kernels
+      -> custom_partitioning  batch and heads split over devices; absent where no partitioner runs
+      -> kda_prefill_p        abstract evaluation, and the lowering of each platform
+
+The operands are flat and canonical (`Options.operand_names`; optional ones only where the options say so):
+
+    q, k           [B, T, H, K]
+    v              [B, T, HV, V]
+    g              [B, T, HV, K]
+    beta           [B, T, HV]
+    A_log          [R, HV]           with R = 1 (all rows share the gate) or B; both absent for log decays
+    dt_bias        [R, HV, K]
+    initial_state  [B, N, HV, K, V]  (V, K with state_v_first)
+    offsets        [B, N + 1]        where rows are packed
+
+The results are o [B, T, HV, V] and, if wanted, final_state [B, N, HV, K, V] (V, K with state_v_first).
+
+The route is chosen in the lowering, from the shapes found there: by then vmap has folded and shardings have
+split.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from . import ffi, partitioning, routing
+from .chunked import chunked_prefill
+from .contract import Options, Problem
+
+__all__ = ["kda_prefill_p", "prefill"]
+
+Arrays = tuple[jax.Array, ...]
+
+
+def prefill(options: Options, operands: Sequence[jax.Array]) -> Arrays:
+    """`(o,)` or `(o, final_state)` of the canonical operands, with every transformation in place."""
+    return _differentiable(options, *_vary_together(operands))
+
+
+# ---- the primitive
+
+kda_prefill_p = Primitive("kda_prefill")
+kda_prefill_p.multiple_results = True
+
+
+@kda_prefill_p.def_impl
+@functools.partial(jax.jit, static_argnames=("options",))
+def _evaluate(*operands: jax.Array, options: Options) -> Any:
+    # Under jit, so that an eager call finds its executable again instead of lowering anew.
+    return kda_prefill_p.bind(*operands, options=options)
+
+
+@kda_prefill_p.def_abstract_eval
+def _abstract(*operands: Any, options: Options) -> tuple[Any, ...]:
+    problem = Problem.from_operands(options, operands)
+    v = operands[2]
+    # Results are made from v's type, so that they vary over the mesh axes that it does (all operands do:
+    # prefill).
+    output = v.update(shape=problem.output_shape, weak_type=False)
+    if not options.output_final_state:
+        return (output,)
+    batch, _, heads, _ = v.sharding.spec if len(v.sharding.spec) == 4 else (None,) * 4
+    state_sharding = NamedSharding(v.sharding.mesh, PartitionSpec(batch, None, heads, None, None))
+    dtype = jnp.dtype(options.state_dtype)
+    return output, v.update(shape=problem.state_shape, dtype=dtype, weak_type=False, sharding=state_sharding)
+
+
+def _lower(ctx: Any, *operands: Any, options: Options) -> Any:
+    platform = (ctx.platforms or ctx.module_context.platforms)[0]
+    device = _cuda_device(ctx) if platform == "cuda" else routing.Device(platform, platform.upper())
+
+    def call(*operands: jax.Array) -> Arrays:
+        decision = routing.choose(Problem.from_operands(options, operands), device, ffi.build())
+        with jax.named_scope(f"kda_prefill.{decision.route.value}"):
+            if decision.route is routing.Route.XLA:
+                return chunked_prefill(options, *operands)
+            return ffi.call_prefill(options, operands, decision)
+
+    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+
+
+mlir.register_lowering(kda_prefill_p, _lower)
+mlir.register_lowering(kda_prefill_p, _lower, platform="cuda")
+
+
+def _cuda_device(ctx: Any) -> routing.Device:
+    """What this lowering is for: its devices if it knows them, else this process's GPU, else an H200."""
+    axes = ctx.module_context.axis_context
+    candidates = list(getattr(axes, "device_assignment", None) or ())
+    with contextlib.suppress(RuntimeError):  # no GPU in this process: it lowers for another machine
+        candidates += jax.local_devices(backend="cuda")
+    facts = (ffi.device_facts(device) for device in candidates)
+    return next((device for device in facts if device.platform == "cuda"), routing.H200)
+
+
+def _no_forward_mode(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "kda_prefill has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize, jax.hessian): "
+        "use reverse mode (jax.grad, jax.vjp, jax.jacrev), or differentiate jax_kda.kda_reference."
+    )
+
+
+ad.primitive_jvps[kda_prefill_p] = _no_forward_mode
+
+
+# ---- derivatives
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(options: Options, *operands: jax.Array) -> Arrays:
+    return _batchable(options)(*operands)
+
+
+def _forward(options: Options, *operands: jax.Array) -> tuple[Arrays, Arrays]:
+    # Through _differentiable itself, so that a derivative of the derivative finds a rule here too.
+    return _differentiable(options, *operands), operands
+
+
+def _backward(options: Options, operands: Arrays, cotangents: Arrays) -> tuple[jax.Array | None, ...]:
+    floats = operands[:-1] if options.packed else operands
+    offsets = operands[-1:] if options.packed else ()
+    _, transpose = jax.vjp(lambda *floats: chunked_prefill(options, *floats, *offsets), *floats)
+    return (*transpose(tuple(cotangents)), *(None for _ in offsets))
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+# ---- vmap
+
+
+@functools.cache
+def _batchable(options: Options) -> Callable[..., Arrays]:
+    @custom_vmap
+    def kda_prefill(*operands: jax.Array) -> Arrays:
+        return partitioning.bind(kda_prefill_p, options, operands)
+
+    @kda_prefill.def_vmap
+    def fold(size: int, mapped: Sequence[bool], *operands: jax.Array) -> tuple[Arrays, tuple[bool, ...]]:
+        names = options.operand_names
+        batch = operands[0].shape[1 if mapped[0] else 0]
+        gate = [i for i, name in enumerate(names) if name in ("A_log", "dt_bias")]
+        # One gate for all rows stays one gate; otherwise every row gets its own, as the kernels count rows
+        # once.
+        shared = all(not mapped[i] and operands[i].shape[0] == 1 for i in gate)
+
+        def into_batch(i: int) -> jax.Array:
+            x = operands[i]
+            if i in gate and shared:
+                return x
+            if not mapped[i]:
+                x = jnp.broadcast_to(x, (size, *x.shape))
+            if i in gate:
+                x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
+            return x.reshape(size * batch, *x.shape[2:])
+
+        results = kda_prefill(*(into_batch(i) for i in range(len(names))))
+        results = tuple(r.reshape(size, batch, *r.shape[1:]) for r in results)
+        return results, (True,) * len(results)
+
+    return kda_prefill
+
+
+# ---- shard_map
+
+
+def _vary_together(operands: Sequence[jax.Array]) -> Arrays:
+    """Inside shard_map: every operand made to vary over all the mesh axes that any of them varies over.
+
+    A replicated q with a sharded v has a result that differs per device; the type must say so, and the
+    transpose of this cast is the sum over devices that the gradient of q then needs.
+    """
+    axes = [_varying_axes(x) for x in operands]
+    union = frozenset[Any]().union(*axes)
+    return tuple(_vary(x, tuple(sorted(union - own))) for x, own in zip(operands, axes, strict=True))
+
+
+def _varying_axes(x: jax.Array) -> frozenset[Any]:
+    aval = jax.typeof(x)
+    kind = getattr(aval, "manual_axis_type", None)  # jax >= 0.11
+    return frozenset(kind.varying if kind is not None else getattr(aval, "vma", ()))
+
+
+def _vary(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
+    if not axes:
+        return x
+    pcast: Any = getattr(jax.lax, "pcast", None)
+    if pcast is None:  # jax < 0.8.2
+        pvary: Any = getattr(jax.lax, "pvary", None)
+        return pvary(x, axes)
+    return pcast(x, axes, to="varying")

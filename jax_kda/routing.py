@@ -1,0 +1,201 @@
+"""Which kernel serves a call: Problem + Device + Build -> Decision, with the reason. Pure functions, no JAX.
+
+`choose` runs while the call is lowered, on the shapes one device sees: vmap has folded and shardings have
+split by then. What a route *can* serve is code here (`_ROUTES`); where it is the *fastest* is measured data
+(`regions`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .contract import Problem
+from .regions import REGIONS, Region
+
+__all__ = ["CPU", "H200", "Build", "Decision", "Device", "Route", "choose", "route_name"]
+
+
+class Route(enum.StrEnum):
+    """The implementations of the operation."""
+
+    XLA = "xla"  # the chunk form in plain JAX: every platform, dtype and head size
+    BASELINE_M128 = "baseline_m128"  # one CTA per (sequence, value head), all 128 state rows in it
+
+
+@dataclass(frozen=True)
+class Device:
+    """The facts about a device that routing reads."""
+
+    platform: str
+    name: str
+    compute_capability: tuple[int, int] | None = None
+    sm_count: int | None = None
+
+    def __str__(self) -> str:
+        if self.compute_capability is None:
+            return self.name
+        major, minor = self.compute_capability
+        return f"{self.name} (compute capability {major}.{minor}, {self.sm_count} SMs)"
+
+
+CPU = Device("cpu", "CPU")
+H200 = Device(
+    "cuda", "NVIDIA H200", (9, 0), 132
+)  # assumed where a CUDA lowering meets no GPU (export, tests)
+
+
+@dataclass(frozen=True)
+class Build:
+    """What the loaded extension holds, or why there is none."""
+
+    cuda: bool
+    architectures: tuple[str, ...] = ()  # "90a", "100a", ...
+    reason: str = ""
+
+    def has_code_for(self, compute_capability: tuple[int, int]) -> bool:
+        major, minor = compute_capability
+        for architecture in self.architectures:
+            digits = architecture.rstrip("af")
+            code = (int(digits[:-1]), int(digits[-1]))
+            # "90a" runs on 9.0 alone; "90" runs on every later minor of its major.
+            if code == (major, minor) or (digits == architecture and code[0] == major and code[1] <= minor):
+                return True
+        return False
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The route of one call on one device, and why."""
+
+    route: Route
+    reason: str
+    workspace_bytes: int
+    problem: Problem
+    device: Device
+    refused: tuple[tuple[Route, str], ...] = ()  # the routes that cannot serve this call, and why
+
+    def __str__(self) -> str:
+        p, o = self.problem, self.problem.options
+        rows = [
+            ("route", self.route.value),
+            ("because", self.reason),
+            ("device", str(self.device)),
+            ("shapes", f"B={p.B} T={p.T} H={p.H} HV={p.HV} K={p.K} V={p.V}, {_sequences(p)}, per device"),
+            (
+                "dtypes",
+                f"q, k, v {p.dtype}; g {p.g_dtype}; beta {p.beta_dtype}; state {o.state_dtype}",
+            ),
+            (
+                "gate",
+                f"{o.gate.name.lower()}; beta {o.beta.name.lower()}; l2norm {'on' if o.l2norm else 'off'}",
+            ),
+        ]
+        if self.route is not Route.XLA:
+            rows.append(("workspace", f"{self.workspace_bytes} bytes"))
+        rows += [(f"not {route.value}", why) for route, why in self.refused]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def route_name(route: object) -> str:
+    """The `route` argument of a call as a name: "auto" or one of Route."""
+    names = ("auto", *(r.value for r in Route))
+    allowed = ", ".join(map(repr, names))
+    if not isinstance(route, str):
+        raise TypeError(
+            f"route: got {type(route).__name__}; allowed: {allowed}. Note: a name or a jax_kda.Route."
+        )
+    if str(route) not in names:
+        raise ValueError(
+            f"route: got {str(route)!r}; allowed: {allowed}. "
+            "Note: 'auto' takes the fastest that serves the call; jax_kda.explain_route(...) says which."
+        )
+    return str(route)
+
+
+def choose(problem: Problem, device: Device, build: Build, regions: tuple[Region, ...] = REGIONS) -> Decision:
+    """The route for `problem` on `device`. ValueError where a forced route cannot run, saying why."""
+    refusals = {route: why for route, row in _ROUTES.items() if (why := row.refuses(problem, device, build))}
+    route, reason = _pick(problem, device, regions, refusals)
+    return Decision(
+        route=route,
+        reason=reason,
+        workspace_bytes=_ROUTES[route].workspace_bytes(problem),
+        problem=problem,
+        device=device,
+        refused=tuple(refusals.items()),
+    )
+
+
+def _pick(
+    problem: Problem, device: Device, regions: tuple[Region, ...], refusals: dict[Route, str]
+) -> tuple[Route, str]:
+    wanted = problem.options.route
+    if wanted != "auto":
+        route = Route(wanted)
+        if route in refusals:
+            possible = ", ".join(repr(r.value) for r in _ROUTES if r not in refusals)
+            raise ValueError(
+                f"route: got {wanted!r}, but {refusals[route]}; allowed here: 'auto', {possible}. "
+                "Note: jax_kda.explain_route(...) lists what each route lacks."
+            )
+        return route, "asked for by route="
+    if Route.BASELINE_M128 in refusals:
+        return Route.XLA, refusals[Route.BASELINE_M128]
+    if not problem.is_static:
+        return Route.BASELINE_M128, "symbolic sizes: no measured region can be decided"
+    for region in regions:
+        if Route(region.route) not in refusals and _holds(region, problem, device):
+            return Route(region.route), f"measured fastest here ({region.provenance})"
+    return Route.BASELINE_M128, "the baseline: no other route was measured faster for these sizes"
+
+
+def _holds(region: Region, problem: Problem, device: Device) -> bool:
+    tasks = problem.B * problem.N * problem.HV
+    return (
+        region.compute_capability == device.compute_capability
+        and region.tasks[0] <= tasks <= region.tasks[1]
+        and region.tokens[0] <= problem.T <= region.tokens[1]
+    )
+
+
+def _m128_refuses(problem: Problem, device: Device, build: Build) -> str:
+    """Why the kernels with 128-channel heads cannot serve this call; "" where they can."""
+    if device.platform != "cuda":
+        return f"it needs a CUDA device, and this call is for {device.platform}"
+    if problem.dtype != "bfloat16":
+        return f"it takes bfloat16 q, k and v, and these are {problem.dtype}"
+    if (problem.K, problem.V) != (128, 128):
+        return f"it takes heads of K = V = 128, and these are K = {problem.K}, V = {problem.V}"
+    if not build.cuda:
+        return f"the CUDA extension is not there: {build.reason}"
+    if device.compute_capability is None or not build.has_code_for(device.compute_capability):
+        held = ", ".join(f"sm_{a}" for a in build.architectures)
+        return f"this build holds code for {held}, and the device is {device}"
+    return ""
+
+
+def _nothing(*_: object) -> str:
+    return ""
+
+
+def _no_workspace(_: Problem) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class _Row:
+    refuses: Callable[[Problem, Device, Build], str]
+    workspace_bytes: Callable[[Problem], int]
+
+
+_ROUTES = {
+    Route.XLA: _Row(_nothing, _no_workspace),
+    Route.BASELINE_M128: _Row(_m128_refuses, _no_workspace),
+}
+
+
+def _sequences(problem: Problem) -> str:
+    return f"{problem.N} packed sequences a row" if problem.options.packed else "one sequence a row"
