@@ -258,7 +258,7 @@ def report() -> dict[str, Any]:
     """Versions, devices, the extension's status and the routes of a common call."""
     names = ("jax_kda", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy")
     packages = {name: found for name in names if (found := _version(name))}
-    shapes = {
+    shapes: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
         for name, shape in {**dict.fromkeys("qkvg", (1, 4096, 8, 128)), "beta": (1, 4096, 8)}.items()
     }
