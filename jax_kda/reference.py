@@ -1,0 +1,136 @@
+"""The token recurrence in plain JAX: slow, short, and what everything else is judged by.
+
+    S <- exp(g_t)[:, None] * S;  u = beta_t (v_t - S^T k_t);  S <- S + k_t u^T;  o_t = scale S^T q_t
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from jax_kda import activations, contract
+
+__all__ = ["kda_reference", "recurrence"]
+
+
+def kda_reference(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    initial_state: jax.Array | None = None,
+    cu_seqlens: jax.Array | None = None,
+    A_log: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    dtype: DTypeLike = jnp.float32,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """`kda_prefill`, one token after the other, in `dtype` (float32 or float64) from the first operation to the last.
+
+    Takes `kda_prefill`'s arguments except `route`, with the same shapes, dtypes and checks, and returns the same
+    `(o, final_state)`. With `dtype=float64` both come back in float64, so that nothing is rounded away before a
+    comparison; else o has v's dtype and the state is float32, or bfloat16 where `initial_state` was.
+
+    Raises:
+      ValueError, TypeError: as `kda_prefill`; and ValueError for float64 where JAX has it switched off.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.float32, jnp.float64):
+        raise TypeError(f"dtype: got {dtype}; allowed: float32 or float64. Note: it is the precision of the sums.")
+    if jnp.zeros((), dtype).dtype != dtype:
+        raise ValueError(
+            "dtype: got float64 with 64-bit types switched off; allowed: float32 or float64. Note: call this under "
+            "`with jax.enable_x64(True):`, or set the option jax_enable_x64."
+        )
+    problem = contract.check(
+        q, k, v, g, beta,
+        initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, **options,
+    )  # fmt: skip
+    static = problem.options
+    q, k, v, g, beta = (jnp.asarray(x) for x in (q, k, v, g, beta))
+
+    if static.gate != contract.GateMode.LOG:
+        A_log = jnp.zeros((1, problem.HV), jnp.float32) if A_log is None else jnp.asarray(A_log)[None]
+        dt_bias = None if dt_bias is None else jnp.asarray(dt_bias).reshape(1, problem.HV, problem.K)
+    log_decays = activations.log_decay(static, g, A_log, dt_bias, dtype)
+    strengths = activations.write_strength(static, beta, dtype)
+    queries, keys = q.astype(dtype), k.astype(dtype)
+    if static.l2norm:
+        queries, keys = activations.l2_normalise(queries), activations.l2_normalise(keys)
+
+    rows = problem.N if static.packed else problem.B
+    if initial_state is None:
+        state = jnp.zeros((rows, problem.HV, problem.K, problem.V), dtype)
+    else:
+        state = jnp.asarray(initial_state).astype(dtype)
+        state = state.swapaxes(-1, -2) if static.state_v_first else state
+
+    o, state = recurrence(
+        queries, keys, v.astype(dtype), log_decays, strengths, state,
+        scale=static.scale,
+        offsets=jnp.asarray(cu_seqlens) if static.packed else None,
+    )  # fmt: skip
+    exact = dtype == jnp.float64
+    if not static.output_final_state:
+        return (o if exact else o.astype(v.dtype)), None
+    state = state.swapaxes(-1, -2) if static.state_v_first else state
+    return (o, state) if exact else (o.astype(v.dtype), state.astype(static.state_dtype))
+
+
+def recurrence(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    *,
+    scale: float,
+    offsets: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The recurrence alone: log decays g [B, T, HV, K], write strengths beta [B, T, HV], one floating dtype throughout.
+
+    `state` is [B, HV, K, V], or [N, HV, K, V] with `offsets` [N + 1] (B is 1 then). Returns o [B, T, HV, V] and the
+    state after each row or sequence. Tokens of no packed sequence give zeros and are otherwise ignored.
+    """
+    group = v.shape[2] // q.shape[2]
+    q, k = (jnp.repeat(x, group, axis=2) for x in (q, k))
+    tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q * scale, k, v, jnp.exp(g), beta))
+
+    if offsets is None:
+        state, o = lax.scan(lambda state, token: _token(state, *token), state, tokens)
+        return jnp.moveaxis(o, 0, 1), state
+
+    position = jnp.arange(v.shape[1], dtype=offsets.dtype)
+    sequence = jnp.searchsorted(offsets, position, side="right") - 1
+    sequence = jnp.where((sequence >= 0) & (sequence < state.shape[0]), sequence, state.shape[0])
+
+    def token_of(states: jax.Array, operands: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        """Each token reads and writes the state of its own sequence; a token of none reads zeros and writes nothing."""
+        n, *token = operands
+        own = states.at[n[None]].get(mode="fill", fill_value=0)
+        own, o = _token(own, *token)
+        return states.at[n[None]].set(own, mode="drop"), jnp.where(n < states.shape[0], o, 0)
+
+    state, o = lax.scan(token_of, state, (sequence, *tokens))
+    return jnp.moveaxis(o, 0, 1), state
+
+
+def _token(
+    state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """state [B, HV, K, V]; q (scaled), k, decay [B, HV, K]; v [B, HV, V]; beta [B, HV]."""
+    state = decay[..., None] * state
+    u = beta[..., None] * (v - _read(state, k))
+    state = state + k[..., None] * u[..., None, :]
+    return state, _read(state, q)
+
+
+def _read(state: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.einsum("bhkv,bhk->bhv", state, x, precision=lax.Precision.HIGHEST)
