@@ -16,7 +16,11 @@ enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 enum class GateMode : int32_t { kLog = 0, kSoftplus = 1, kSafe = 2 };
 enum class BetaMode : int32_t { kPlain = 0, kSigmoid = 1, kSigmoidDoubled = 2 };
 
-enum class Route : int32_t { kBaselineM128 = 0 };
+enum class Route : int32_t {
+  kBaselineM128 = 0,
+  // The same with the recurrence that architectures without wgmma use (mma.sync), on any architecture: how that path is tested on Hopper.
+  kBaselineM128WarpEngine = 1,
+};
 
 // One call of the operation. Arrays are dense, row-major, on the current device; a null pointer means "absent".
 //   B batch rows, T tokens a row, N sequences a row (1 where offsets are absent), H q/k heads, HV value heads, D = K = V = 128.

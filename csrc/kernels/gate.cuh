@@ -1,0 +1,57 @@
+// From gate and beta inputs to log decays and write strengths.
+//
+// Log decays leave here in base 2 and times 2^11: K1 sums them as pairs of f16 (value and remainder) on the matrix unit, and the factor keeps
+// the remainder of small decays (1e-5 per token and less, which matter over 100,000 tokens) out of f16's subnormals. The largest value,
+// 20 nats = 28.9, stays below f16's 65504 / 2^11 = 32.
+#pragma once
+
+#include "../launch.h"
+#include "mma.cuh"
+
+namespace jax_kda {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kGateUnit = 2048.f;  // 2^11
+constexpr float kClampNats = 20.f;   // the unbounded scheme's floor for one token: exp(-20) = 2e-9 is below what f32 sums resolve
+
+// What the activation of one value head's gates needs.
+struct GateConstants {
+  GateMode mode;
+  float slope;   // safe: -exp(A_log) log2 e; softplus: log2 e
+  float height;  // safe: 1 / (lower_bound log2 e 2^11); softplus: -exp(A_log) 2^11
+};
+
+KDA_DEVICE GateConstants gate_constants(GateMode mode, float a_log, float lower_bound) {
+  const float a = exp2_approx(a_log * kLog2E);
+  if (mode == GateMode::kSafe) return {mode, -a * kLog2E, 1.f / (lower_bound * kLog2E * kGateUnit)};
+  if (mode == GateMode::kSoftplus) return {mode, kLog2E, -a * kGateUnit};
+  return {mode, 1.f, kLog2E * kGateUnit};
+}
+
+// log2(1 + 2^z), the softplus in base 2. lg2.approx has an absolute error near 1, which exp(A_log) would multiply: there the series is used.
+KDA_DEVICE float softplus2(float z) {
+  const float small = exp2_approx(-fabsf(z));
+  const float series = small * fma(small, fma(small, kLog2E / 3.f, -0.5f * kLog2E), kLog2E);
+  return max_keep_nan(z, 0.f) + (small < 0.0078125f ? series : log2_approx(1.f + small));
+}
+
+// Raw gate to log decay (base 2, times 2^11). bias = dt_bias * slope.
+template <bool kBounded> KDA_DEVICE float log_decay(float raw, float bias, const GateConstants& c) {
+  if constexpr (kBounded) {
+    return rcp_approx(fma(exp2_approx(fma(raw, c.slope, bias)), c.height, c.height));
+  } else {
+    float y;
+    if (c.mode == GateMode::kLog) y = raw * c.height;
+    else if (c.mode == GateMode::kSoftplus) y = c.height * softplus2(fma(raw, c.slope, bias));
+    else y = rcp_approx(fma(exp2_approx(fma(raw, c.slope, bias)), c.height, c.height));
+    return max_keep_nan(y, -kClampNats * kLog2E * kGateUnit);
+  }
+}
+
+KDA_DEVICE float write_strength(float raw, BetaMode mode) {
+  if (mode == BetaMode::kPlain) return raw;
+  const float s = rcp_approx(1.f + exp2_approx(-raw * kLog2E));
+  return mode == BetaMode::kSigmoidDoubled ? 2.f * s : s;
+}
+
+}  // namespace jax_kda

@@ -1,0 +1,54 @@
+// Barriers, asynchronous copies and register hand-over between the warps of a CTA.
+//
+// Every wait is bounded: a kernel that polls more than kWaitLimit times has lost a partner, and traps instead of hanging the GPU.
+#pragma once
+
+#include <cuda/ptx>
+
+#include <cstdint>
+
+#include "mma.cuh"
+
+namespace jax_kda {
+
+constexpr uint32_t kWaitLimit = 1u << 22;  // polls: at least 50 ms, thousands of times what any wait here takes
+
+KDA_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+KDA_DEVICE uint64_t* barrier_pointer(uint32_t b) { return static_cast<uint64_t*>(__cvta_shared_to_generic(b)); }
+
+KDA_DEVICE void barrier_init(uint32_t b, uint32_t arrivals) { cuda::ptx::mbarrier_init(barrier_pointer(b), arrivals); }
+KDA_DEVICE void barrier_arrive(uint32_t b) { cuda::ptx::mbarrier_arrive(barrier_pointer(b)); }
+// No suspend-time hint: with one the compiler emits a sleep, and the wake-up costs microseconds.
+KDA_DEVICE bool barrier_try(uint32_t b, uint32_t parity) { return cuda::ptx::mbarrier_try_wait_parity(barrier_pointer(b), parity); }
+// As asm rather than __trap(): a path that the compiler knows to end makes it give up on wgmma in flight across a wait.
+KDA_DEVICE void trap() { asm volatile("trap;"); }
+KDA_DEVICE void barrier_wait(uint32_t b, uint32_t parity) {
+  if (barrier_try(b, parity)) return;
+#pragma unroll 1
+  for (uint32_t i = 0; i < kWaitLimit; ++i)
+    if (barrier_try(b, parity)) return;
+  trap();
+}
+
+// Orders this thread's ordinary writes to shared memory before later reads by wgmma and the bulk copy engine.
+KDA_DEVICE void fence_async_shared() { cuda::ptx::fence_proxy_async(cuda::ptx::space_shared); }
+
+// 16 bytes from global to shared memory, or zeros where `valid` is false (then nothing is read).
+KDA_DEVICE void copy16_or_zero(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+KDA_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending> KDA_DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory"); }
+
+template <int kRegisters> KDA_DEVICE void give_registers() {
+#if defined(KDA_HAS_WGMMA)
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters));
+#endif
+}
+template <int kRegisters> KDA_DEVICE void take_registers() {
+#if defined(KDA_HAS_WGMMA)
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters));
+#endif
+}
+
+}  // namespace jax_kda

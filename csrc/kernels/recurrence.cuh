@@ -1,0 +1,177 @@
+// K2: the ordered recurrence of one (sequence, value head) over its packets, 64 value rows a warpgroup, 16 a warp.
+//
+// The state is held transposed, St[V, K] in f32 accumulators, from the first token to the last: it is the left operand of every product, and an
+// accumulator rounded to bf16 is the next product's operand as it stands. Per chunk, with packet (-Kd, Qd, Kr, A, M, a) and values V:
+//
+//   p  = [V^T | 0] + St [-Kd; Qd]^T     R^T in the left half, the state's part of O^T in the right one
+//   u  = R^T A^T                        U^T
+//   St = St diag(a) + U^T Kr            two 64-channel halves: the second's product runs while the first is rounded
+//   o  = o + U^T M^T
+//
+// Order of one turn of the loop (arrows: in flight across):
+//   wait p(c) -> u(c) -> fetch V(c+1) -> [St halves, o](c) -> p(c+1) half by half, then behind it: O(c) out, stage c free, St *= a(c+1)
+// The decay of chunk c+1 is applied while p(c+1), which reads the rounded copy of the undecayed state, is in flight.
+#pragma once
+
+#include <cstdint>
+
+#include "engines.cuh"
+#include "mma.cuh"
+#include "packet.cuh"
+#include "pipeline.cuh"
+
+namespace jax_kda {
+
+// The warp's 16 value rows: lane (g, t) holds rows g and g + 8; element 4 n + 2 h + e is (row 8 h + g, channel 8 n + 2 t + e).
+using State = float[64];
+
+// Pipe is the kernel's layout of shared memory: kStages, kStageBytes (stages from offset 0), kFull, kEmpty (barriers: the packet and values are
+// there; every reader is done), kOnes ([128] f32 ones: the decay behind the last chunk), kStaging (1 KB a warp: O on its way out).
+// Constants, because registers are what the loop is short of.
+struct RecurrenceContext {
+  uint32_t shared;   // address of the CTA's shared memory
+  int warp;          // of K2
+  int value_row;     // of the CTA's value rows in a stage: the warp's first
+  int lane;
+  float one;         // 1, unknown to the compiler
+  uint16_t* o;       // bf16, first token of the sequence, the warp's first value channel
+  int o_stride;      // elements from token to token
+  int tokens;
+};
+
+// At least one token: an empty sequence never comes here (joining it with the state behind the loop would cost the compiler copies of the
+// whole state while products are in flight).
+template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContext& c, State& st) {
+  const int lane = c.lane;
+  const int r = lane & 7, i0 = (lane >> 3) & 1, i1 = lane >> 4, t = lane & 3;
+  const uint32_t values = stage::kValues + (c.value_row >> 6) * kPanel + panel_unit(i1 * 8 + r, ((c.value_row >> 3) & 7) + i0);
+  // O leaves through 1 KB a warp, [32 tokens][16 values]; 16-byte units swapped in every second group of four rows against bank conflicts
+  const uint32_t staging = c.shared + Pipe::kStaging + c.warp * 1024;
+  const uint32_t o_tiles = staging + (i1 * 8 + r) * 32 + ((i0 ^ ((r >> 2) & 1)) << 4);
+  const uint32_t o_unit = staging + (lane >> 1) * 32 + (((lane & 1) ^ ((lane >> 3) & 1)) << 4);
+  uint16_t* o_row = c.o + int64_t(lane >> 1) * c.o_stride + (lane & 1) * 8;
+  int left = c.tokens - (lane >> 1);  // tokens from this lane's O row on
+
+  float p[32], o[16], u[16];
+  uint32_t rounded[8][4], r_operand[2][4], u_operand[2][4], v[2][4];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) o[i] = 0.f, u[i] = 0.f;
+
+  auto round_state = [&](int from, int to) {
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+      if (k >= from && k < to) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) rounded[k][e] = pack_bf16(st[k * 8 + e * 2], st[k * 8 + e * 2 + 1]);
+      }
+  };
+  auto fetch_values = [&](uint32_t stage) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) load_tiles_transposed(v[i], stage + values + i * 2048);
+  };
+  auto start_p = [&]() {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) p[2 * i] = low_bf16(v[i >> 2][i & 3]), p[2 * i + 1] = high_bf16(v[i >> 2][i & 3]);
+#pragma unroll
+    for (int i = 16; i < 32; ++i) p[i] = 0.f;
+  };
+  auto issue_p = [&](uint32_t stage, int from, int to) {
+    pin(p);
+    Engine::begin();
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+      if (k >= from && k < to) Engine::rows(p, rounded[k], stage, k, lane);
+    Engine::commit();
+  };
+  auto decay = [&](uint32_t a) {
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      const float4 f = load_shared4(a + decay_slot(s, t));
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        st[s * 8 + 2 * h] *= f.x, st[s * 8 + 2 * h + 1] *= f.y;
+        st[s * 8 + 4 + 2 * h] *= f.z, st[s * 8 + 4 + 2 * h + 1] *= f.w;
+      }
+    }
+  };
+  auto round16 = [&](uint32_t (&to)[2][4], const float* x) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) to[i >> 2][i & 3] = pack_bf16(x[2 * i], x[2 * i + 1]);
+  };
+
+  uint32_t slot = 0, parity = 0;  // of this chunk
+  uint32_t stage = c.shared;
+  barrier_wait(c.shared + Pipe::kFull, 0);
+  fetch_values(stage);
+  start_p();
+  round_state(0, 8);
+  issue_p(stage, 0, 8);
+  decay(stage + stage::kDecay);
+
+  bool more = true;
+#pragma unroll 1
+  for (int chunks = (c.tokens + kChunk - 1) / kChunk; more; --chunks) {
+    more = chunks > 1;
+    const uint32_t wrap = slot + 1 == Pipe::kStages;
+    const uint32_t next_slot = wrap ? 0 : slot + 1;
+    const uint32_t next = more ? c.shared + next_slot * Pipe::kStageBytes : stage;
+
+    Engine::template wait<0>();
+    pin(p);
+    round16(r_operand, p);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) o[i] = p[16 + i] * c.one;  // a real instruction: a plain copy would tie o to p's registers and serialise
+    pin(o);
+    pin(u);
+    Engine::begin();
+    Engine::square(u, r_operand, stage, stage::kA, false, lane);
+    Engine::commit();
+    if (more) barrier_wait(c.shared + Pipe::kFull + 8 * next_slot, parity ^ wrap);
+    fetch_values(next);
+    Engine::template wait<0>();
+    pin(u);
+    round16(u_operand, u);
+
+    pin(st);
+    Engine::begin();
+    Engine::outer(st, u_operand, stage, 0, lane);
+    Engine::commit();
+    Engine::outer(st + 32, u_operand, stage, 1, lane);
+    Engine::commit();
+    Engine::square(o, u_operand, stage, stage::kM, true, lane);
+    Engine::commit();
+    start_p();
+    Engine::template wait<2>();
+    pin<32>(st);
+    round_state(0, 4);
+    issue_p(next, 0, 4);
+    Engine::template wait<2>();
+    pin<32>(st + 32);
+    round_state(4, 8);
+    issue_p(next, 4, 8);
+    Engine::template wait<2>();
+    pin(o);
+
+    // p(c + 1) is in flight (behind the last chunk: on the same stage, its result unused)
+    sync_warp();
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      store_tiles_transposed(o_tiles + i * 512, pack_bf16(o[8 * i], o[8 * i + 1]), pack_bf16(o[8 * i + 2], o[8 * i + 3]),
+                             pack_bf16(o[8 * i + 4], o[8 * i + 5]), pack_bf16(o[8 * i + 6], o[8 * i + 7]));
+    sync_warp();
+    if (lane == 0 && more) barrier_arrive(c.shared + Pipe::kEmpty + 8 * slot);
+    decay(more ? next + stage::kDecay : c.shared + Pipe::kOnes);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      store_global16_if(left > i * 16, o_row + i * 16 * c.o_stride, load_shared4(o_unit + i * 512));
+    o_row += kChunk * c.o_stride;
+    left -= kChunk;
+    stage = next;
+    slot = next_slot;
+    parity ^= wrap;
+  }
+  Engine::template wait<0>();
+  pin(p);
+}
+
+}  // namespace jax_kda

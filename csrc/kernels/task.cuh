@@ -1,0 +1,123 @@
+// What one CTA (or cluster) works on: one sequence of one value head. Where its rows and states lie, and what lies outside every sequence.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "../launch.h"
+#include "packet.cuh"
+#include "recurrence.cuh"
+
+namespace jax_kda {
+
+struct Task {
+  int64_t row;       // batch row
+  int64_t sequence;  // over all rows
+  int head, key_head;
+  int begin, tokens;  // within the row; whatever the offsets hold, [begin, begin + tokens) lies in [0, T)
+  bool first, last;   // of its row
+};
+
+KDA_DEVICE int clamped(int x, int low, int high) { return x < low ? low : (x > high ? high : x); }
+
+KDA_DEVICE Task find_task(const PrefillArgs& a, uint32_t index) {
+  Task k;
+  k.head = int(index % uint32_t(a.HV));
+  k.key_head = k.head / int(a.HV / a.H);
+  k.sequence = index / uint32_t(a.HV);
+  k.row = k.sequence / a.N;
+  const int n = int(k.sequence - k.row * a.N), T = int(a.T);
+  k.first = n == 0, k.last = n == a.N - 1;
+  k.begin = 0, k.tokens = T;
+  if (a.offsets) {
+    const int32_t* offsets = a.offsets + k.row * (a.N + 1) + n;
+    k.begin = clamped(offsets[0], 0, T);
+    k.tokens = clamped(offsets[1], k.begin, T) - k.begin;
+  }
+  return k;
+}
+
+// First element of this task in arrays [B, T, heads, width].
+KDA_DEVICE int64_t first_row(const PrefillArgs& a, const Task& k, int64_t heads, int64_t head, int64_t width) {
+  return ((k.row * a.T + k.begin) * heads + head) * width;
+}
+
+// Rows of the batch row that belong to no sequence are zeros. Written by the tasks of its first and last sequence.
+KDA_DEVICE void zero_outside(const PrefillArgs& a, const Task& k, int thread, int threads) {
+  auto* o = static_cast<uint16_t*>(a.o) + ((k.row * a.T) * a.HV + k.head) * kHeadDim;
+  auto zero = [&](int from, int to) {
+    for (int64_t i = int64_t(from) * 16 + thread; i < int64_t(to) * 16; i += threads)
+      *reinterpret_cast<uint4*>(o + (i >> 4) * a.HV * kHeadDim + (i & 15) * 8) = make_uint4(0, 0, 0, 0);
+  };
+  if (k.first) zero(0, k.begin);
+  if (k.last) zero(k.begin + k.tokens, int(a.T));
+}
+
+// Element (value row, key channel) of a state stored [K, V] or [V, K].
+KDA_DEVICE int64_t state_index(bool v_first, int value, int key) { return v_first ? value * kHeadDim + key : key * kHeadDim + value; }
+
+KDA_DEVICE void load_state(State& st, const void* from, DType dtype, bool v_first, int value_row, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    const int64_t at = state_index(v_first, value_row + g + ((i >> 1) & 1) * 8, (i >> 2) * 8 + t * 2 + (i & 1));
+    if (!from) st[i] = 0.f;
+    else if (dtype == DType::kF32) st[i] = static_cast<const float*>(from)[at];
+    else st[i] = __bfloat162float(static_cast<const __nv_bfloat16*>(from)[at]);
+  }
+}
+
+KDA_DEVICE void store_state(const State& st, void* to, DType dtype, bool v_first, int value_row, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    const int64_t at = state_index(v_first, value_row + g + ((i >> 1) & 1) * 8, (i >> 2) * 8 + t * 2 + (i & 1));
+    if (dtype == DType::kF32) static_cast<float*>(to)[at] = st[i];
+    else static_cast<__nv_bfloat16*>(to)[at] = __float2bfloat16(st[i]);
+  }
+}
+
+// An empty sequence passes its state through, bit for bit.
+KDA_DEVICE void copy_state(const void* from, DType from_dtype, void* to, DType to_dtype, int thread, int threads) {
+  for (int i = thread; i < kHeadDim * kHeadDim; i += threads) {
+    const float x = !from ? 0.f
+                    : from_dtype == DType::kF32 ? static_cast<const float*>(from)[i]
+                                                : __bfloat162float(static_cast<const __nv_bfloat16*>(from)[i]);
+    if (to_dtype == DType::kF32) static_cast<float*>(to)[i] = x;
+    else static_cast<__nv_bfloat16*>(to)[i] = __float2bfloat16(x);
+  }
+}
+
+// A warp group's copy of a chunk's raw rows into a stage; rows past the end of the sequence become zeros and are not read.
+// Addresses are formed from the chunk each time: kept across a preparation they would cost more registers than this costs instructions.
+template <bool kGatesF32, int kThreads>
+KDA_DEVICE void load_rows(const PrefillArgs& a, const Task& k, uint32_t stage, int chunk, int thread) {
+  const int unit = thread & 15, first = thread >> 4, left = k.tokens - chunk * kChunk;
+  const int64_t token = k.row * a.T + (k.begin + chunk * kChunk + first);
+  const int64_t key_at = (token * a.H + k.key_head) * (kHeadDim * 2) + unit * 16, key_step = a.H * (kHeadDim * 2);
+  const int64_t value_at = (token * a.HV + k.head) * (kHeadDim * 2) + unit * 16, value_step = a.HV * (kHeadDim * 2);
+  const char *key = static_cast<const char*>(a.k) + key_at, *query = static_cast<const char*>(a.q) + key_at;
+  const char* value = static_cast<const char*>(a.v) + value_at;
+  const char* gate = static_cast<const char*>(a.g) + (kGatesF32 ? 2 * value_at - unit * 16 : value_at);
+#pragma unroll 4
+  for (int row = first; row < kChunk; row += kThreads / 16) {
+    const bool valid = row < left;
+    const uint32_t at = panel_unit(row, unit & 7), panel = unit >> 3;
+    const uint32_t kq = stage + stage::kKeyQuery + panel * stage::kKeyQueryPanel + at;
+    copy16_or_zero(kq, key, valid);
+    copy16_or_zero(kq + stage::kQueryRows, query, valid);
+    copy16_or_zero(stage + stage::kValues + panel * kPanel + at, value, valid);
+    if constexpr (kGatesF32) {
+      copy16_or_zero(stage + stage::kGatesF32 + panel * kPanel + at, gate, valid);
+      copy16_or_zero(stage + stage::kGatesF32 + (2 + panel) * kPanel + at, gate + 256, valid);
+      gate += 2 * value_step * (kThreads / 16);
+    } else {
+      copy16_or_zero(stage + stage::kKr + panel * kPanel + at, gate, valid);
+      gate += value_step * (kThreads / 16);
+    }
+    key += key_step * (kThreads / 16), query += key_step * (kThreads / 16), value += value_step * (kThreads / 16);
+  }
+}
+
+}  // namespace jax_kda

@@ -1,0 +1,33 @@
+// Which route runs which kernel; what every route refuses.
+#include "launch.h"
+
+#ifndef JAX_KDA_ARCHITECTURES
+#define JAX_KDA_ARCHITECTURES ""
+#endif
+
+namespace jax_kda {
+
+cudaError_t baseline(const PrefillArgs& a, cudaStream_t stream);
+cudaError_t baseline_warp_engine(const PrefillArgs& a, cudaStream_t stream);
+
+const char* compiled_architectures() { return JAX_KDA_ARCHITECTURES; }
+
+int64_t workspace_bytes(Route, const PrefillArgs&) { return 0; }
+
+cudaError_t prefill(Route route, const PrefillArgs& a, cudaStream_t stream) {
+  const int64_t sequences = a.B * a.N;
+  if (a.B < 0 || a.T < 0 || a.N < 0 || a.H <= 0 || a.HV <= 0 || a.HV % a.H != 0) return cudaErrorInvalidValue;
+  if (a.T > INT32_MAX - 64 || sequences * a.HV > INT32_MAX || a.workspace_bytes < workspace_bytes(route, a)) return cudaErrorInvalidValue;
+  if (a.gate != GateMode::kLog && (!a.a_log || (a.gate_rows != 1 && a.gate_rows != a.B))) return cudaErrorInvalidValue;
+  if (!a.offsets && a.N != 1) return cudaErrorInvalidValue;
+  if (a.B == 0 || (sequences == 0 && a.T == 0)) return cudaSuccess;
+  // No sequence at all: every row lies outside.
+  if (sequences == 0) return cudaMemsetAsync(a.o, 0, size_t(a.B) * a.T * a.HV * 128 * 2, stream);
+  switch (route) {
+    case Route::kBaselineM128: return baseline(a, stream);
+    case Route::kBaselineM128WarpEngine: return baseline_warp_engine(a, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jax_kda
