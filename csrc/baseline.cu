@@ -24,8 +24,9 @@ template <bool kGatesF32> struct Baseline {
   static constexpr int kConsumers = 2, kConsumerThreads = kConsumers * 128;  // warpgroups of K2
   static constexpr int kGroups = 2, kGroupWarps = 2;                         // of K1
   static constexpr int kThreads = kConsumerThreads + kGroups * kGroupWarps * 32;
-  // 65,536 registers: 256 x 184 + 128 x 144
-  static constexpr int kConsumerRegisters = 184, kProducerRegisters = 144;
+  // A CTA of 384 threads is launched with 168 registers a thread; what K2 takes K1 must give: 2 x K2 + K1 = 3 x 168.
+  static constexpr int kConsumerRegisters = 168, kProducerRegisters = 168;
+  static_assert(2 * kConsumerRegisters + kProducerRegisters <= 3 * 168);
   static constexpr int kStages = kGatesF32 ? 4 : 5;
 
   static constexpr uint32_t kStageBytes = stage::bytes(kGatesF32);
@@ -41,7 +42,7 @@ template <bool kGatesF32> struct Baseline {
 };
 
 template <class Engine, bool kBounded, bool kGatesF32>
-__global__ void __launch_bounds__(Baseline<kGatesF32>::kThreads, 1) baseline_kernel(const __grid_constant__ PrefillArgs a, float one) {
+__global__ void __launch_bounds__(Baseline<kGatesF32>::kThreads, 1) baseline_kernel(const __grid_constant__ PrefillArgs a) {
   using L = Baseline<kGatesF32>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = shared_address(shared);
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(Baseline<kGatesF32>::kThreads, 1) baseline_ker
   } else {
     take_registers<L::kConsumerRegisters>();
     const int value_row = warp * 16;
-    const RecurrenceContext context = {base, warp, value_row, lane, one,
+    const RecurrenceContext context = {base, warp, value_row, lane,
                                        static_cast<uint16_t*>(a.o) + first_row(a, task, a.HV, task.head, kHeadDim) + value_row,
                                        int(a.HV) * kHeadDim, task.tokens};
     auto state = [&](const void* p, DType dtype) {
@@ -140,7 +141,7 @@ template <class Engine, bool kBounded, bool kGatesF32> cudaError_t launch(const 
   using L = Baseline<kGatesF32>;
   constexpr auto kernel = baseline_kernel<Engine, kBounded, kGatesF32>;
   if (cudaError_t e = allow_shared_memory<kernel>(L::kBytes); e != cudaSuccess) return e;
-  kernel<<<unsigned(a.B * a.N * a.HV), L::kThreads, L::kBytes, stream>>>(a, 1.f);
+  kernel<<<unsigned(a.B * a.N * a.HV), L::kThreads, L::kBytes, stream>>>(a);
   return cudaGetLastError();
 }
 

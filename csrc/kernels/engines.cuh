@@ -1,7 +1,7 @@
 // The matrix products of K2, on two engines with one face. A warp owns 16 rows (value channels) of every left operand, in registers;
 // right operands are read from a packet in shared memory.
 //
-//   rows     [St Kd^T | St Qd^T]   p[16 x 64] += St[16 x 16 step of K] (rows of the key/query panels)^T
+//   rows     -St Kd^T, St Qd^T     d[16 x 32] (+)= St[16 x 16 step of K] (32 rows of the key/query panels)^T
 //   square   R A^T, U M^T          d[16 x 32] (+)= x[16 x 32] (square)^T
 //   outer    U^T Kr                st[16 x 64 half of K] += u[16 x 32] Kr[32 x 64]
 //
@@ -29,9 +29,9 @@ struct WarpgroupEngine {
   static KDA_DEVICE void commit() { wgmma_commit(); }
   template <int kPending> static KDA_DEVICE void wait() { wgmma_wait<kPending>(); }
 
-  static KDA_DEVICE void rows(float (&p)[32], const uint32_t (&st)[4], uint32_t stage, int step, int /*lane*/) {
-    const uint32_t offset = stage::kKeyQuery + (step >> 2) * stage::kKeyQueryPanel + (step & 3) * 32;
-    wgmma_n64<false>(p, st, descriptor(stage, offset, kKMajor, kSwizzle128 | (1024 >> 4)), 1);
+  static KDA_DEVICE void rows(float (&d)[16], const uint32_t (&st)[4], uint32_t stage, uint32_t which, int step, bool accumulate, int /*lane*/) {
+    const uint32_t offset = stage::kKeyQuery + which + (step >> 2) * stage::kKeyQueryPanel + (step & 3) * 32;
+    wgmma_n32<false>(d, st, descriptor(stage, offset, kKMajor, kSwizzle128 | (1024 >> 4)), accumulate);
   }
   static KDA_DEVICE void square(float (&d)[16], const uint32_t (&x)[2][4], uint32_t stage, uint32_t which, bool accumulate, int /*lane*/) {
 #pragma unroll
@@ -56,21 +56,23 @@ struct WarpEngine {
     mma_bf16(*reinterpret_cast<float(*)[4]>(d), a, b[0], b[1]);
     mma_bf16(*reinterpret_cast<float(*)[4]>(d + 4), a, b[2], b[3]);
   }
-  static KDA_DEVICE void rows(float (&p)[32], const uint32_t (&st)[4], uint32_t stage, int step, int lane) {
-    const uint32_t panel = stage + stage::kKeyQuery + (step >> 2) * stage::kKeyQueryPanel;
+  static KDA_DEVICE void clear(float (&d)[16]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) d[i] = 0.f;
+  }
+  static KDA_DEVICE void rows(float (&p)[16], const uint32_t (&st)[4], uint32_t stage, uint32_t which, int step, bool accumulate, int lane) {
+    if (!accumulate) clear(p);
+    const uint32_t panel = stage + stage::kKeyQuery + which + (step >> 2) * stage::kKeyQueryPanel;
     const uint32_t row = (lane >> 4) * 8 + (lane & 7), unit = (step & 3) * 2 + ((lane >> 3) & 1);
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
+    for (int n = 0; n < 2; ++n) {
       uint32_t b[4];
       load_tiles(b, panel + panel_unit(n * 16 + row, unit));
       product(p + 8 * n, st, b);
     }
   }
   static KDA_DEVICE void square(float (&d)[16], const uint32_t (&x)[2][4], uint32_t stage, uint32_t which, bool accumulate, int lane) {
-    if (!accumulate) {
-#pragma unroll
-      for (int i = 0; i < 16; ++i) d[i] = 0.f;
-    }
+    if (!accumulate) clear(d);
     const uint32_t row = (lane >> 4) * 8 + (lane & 7);
 #pragma unroll
     for (int step = 0; step < 2; ++step)

@@ -3,13 +3,15 @@
 // The state is held transposed, St[V, K] in f32 accumulators, from the first token to the last: it is the left operand of every product, and an
 // accumulator rounded to bf16 is the next product's operand as it stands. Per chunk, with packet (-Kd, Qd, Kr, A, M, a) and values V:
 //
-//   p  = [V^T | 0] + St [-Kd; Qd]^T     R^T in the left half, the state's part of O^T in the right one
-//   u  = R^T A^T                        U^T
-//   St = St diag(a) + U^T Kr            two 64-channel halves: the second's product runs while the first is rounded
-//   o  = o + U^T M^T
+//   p  = V^T + St (-Kd)^T      R^T
+//   u  = p A^T                 U^T
+//   o  = St Qd^T               runs behind u, off the chain: nothing waits for it before the state's update is issued
+//   St = St diag(a) + u^T Kr   two 64-channel halves: the second's product runs while the first is rounded
+//   o += u M^T
 //
-// Order of one turn of the loop (arrows: in flight across):
-//   wait p(c) -> u(c) -> fetch V(c+1) -> [St halves, o](c) -> p(c+1) half by half, then behind it: O(c) out, stage c free, St *= a(c+1)
+// Order of one turn of the loop:
+//   wait p(c) -> issue u(c), o(c) -> fetch V(c+1) -> wait u -> issue St halves, o += -> round St half by half, issuing p(c+1) ->
+//   with p(c+1) in flight: O(c) out, stage c free, St *= a(c+1)
 // The decay of chunk c+1 is applied while p(c+1), which reads the rounded copy of the undecayed state, is in flight.
 #pragma once
 
@@ -33,7 +35,6 @@ struct RecurrenceContext {
   int warp;          // of K2
   int value_row;     // of the CTA's value rows in a stage: the warp's first
   int lane;
-  float one;         // 1, unknown to the compiler
   uint16_t* o;       // bf16, first token of the sequence, the warp's first value channel
   int o_stride;      // elements from token to token
   int tokens;
@@ -52,7 +53,7 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
   uint16_t* o_row = c.o + int64_t(lane >> 1) * c.o_stride + (lane & 1) * 8;
   int left = c.tokens - (lane >> 1);  // tokens from this lane's O row on
 
-  float p[32], o[16], u[16];
+  float p[16], o[16], u[16];
   uint32_t rounded[8][4], r_operand[2][4], u_operand[2][4], v[2][4];
 #pragma unroll
   for (int i = 0; i < 16; ++i) o[i] = 0.f, u[i] = 0.f;
@@ -72,15 +73,13 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
   auto start_p = [&]() {
 #pragma unroll
     for (int i = 0; i < 8; ++i) p[2 * i] = low_bf16(v[i >> 2][i & 3]), p[2 * i + 1] = high_bf16(v[i >> 2][i & 3]);
-#pragma unroll
-    for (int i = 16; i < 32; ++i) p[i] = 0.f;
   };
   auto issue_p = [&](uint32_t stage, int from, int to) {
     pin(p);
     Engine::begin();
 #pragma unroll
     for (int k = 0; k < 8; ++k)
-      if (k >= from && k < to) Engine::rows(p, rounded[k], stage, k, lane);
+      if (k >= from && k < to) Engine::rows(p, rounded[k], stage, 0, k, true, lane);
     Engine::commit();
   };
   auto decay = [&](uint32_t a) {
@@ -119,16 +118,17 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
     Engine::template wait<0>();
     pin(p);
     round16(r_operand, p);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) o[i] = p[16 + i] * c.one;  // a real instruction: a plain copy would tie o to p's registers and serialise
     pin(o);
     pin(u);
     Engine::begin();
     Engine::square(u, r_operand, stage, stage::kA, false, lane);
     Engine::commit();
+#pragma unroll
+    for (int k = 0; k < 8; ++k) Engine::rows(o, rounded[k], stage, stage::kQueryRows, k, k > 0, lane);
+    Engine::commit();
     if (more) barrier_wait(c.shared + Pipe::kFull + 8 * next_slot, parity ^ wrap);
     fetch_values(next);
-    Engine::template wait<0>();
+    Engine::template wait<1>();
     pin(u);
     round16(u_operand, u);
 

@@ -367,6 +367,7 @@ int time_one(Route route, const Case& c, bool judge) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
   const std::string what = argc > 1 ? argv[1] : "check";
   if (what == "check") return check(parse_route(argc > 2 ? argv[2] : "baseline_m128"));
   if (what == "guard") return guard();
