@@ -1,7 +1,8 @@
 """What happens to the gate, to beta and to q, k before the recurrence sees them.
 
-The operands are those of the primitive: g [B, T, HV, K], beta [B, T, HV], A_log [R, HV], dt_bias [R, HV, K] with R in
-{1, B}; leading axes in front of B are allowed. Everything is computed in the dtype asked for, float32 or float64.
+The operands are those of the primitive: g [B, T, HV, K], beta [B, T, HV], A_log [R, HV], dt_bias [R, HV, K]
+with R in {1, B}; leading axes in front of B are allowed. Everything is computed in the dtype asked for,
+float32 or float64.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def write_strength(options: Options, beta: jax.Array, dtype: DTypeLike) -> jax.A
 def l2_normalise(x: jax.Array) -> jax.Array:
     """`x * rsqrt(sum x^2 + 1e-6)` over the last axis, for every finite bfloat16 or float32 x.
 
-    A plain float32 sum of squares overflows from |x| = 2**64 on; such rows are scaled by a power of two first, which is
-    exact, so that no other row changes in any bit.
+    A plain float32 sum of squares overflows from |x| = 2**64 on; such rows are scaled by a power of two
+    first, which is exact, so that no other row changes in any bit.
     """
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     rescale = jax.lax.stop_gradient(jnp.where(largest > 2.0**40, 2.0**-100, 1.0).astype(x.dtype))

@@ -1,6 +1,6 @@
 """The token recurrence in plain JAX: slow, short, and what everything else is judged by.
 
-    S <- exp(g_t)[:, None] * S;  u = beta_t (v_t - S^T k_t);  S <- S + k_t u^T;  o_t = scale S^T q_t
+S <- exp(g_t)[:, None] * S;  u = beta_t (v_t - S^T k_t);  S <- S + k_t u^T;  o_t = scale S^T q_t
 """
 
 from __future__ import annotations
@@ -31,22 +31,25 @@ def kda_reference(
     dtype: DTypeLike = jnp.float32,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`kda_prefill`, one token after the other, in `dtype` (float32 or float64) from the first operation to the last.
+    """`kda_prefill`, one token after the other, in `dtype` (float32 or float64) from the first operation to
+    the last.
 
-    Takes `kda_prefill`'s arguments except `route`, with the same shapes, dtypes and checks, and returns the same
-    `(o, final_state)`. With `dtype=float64` both come back in float64, so that nothing is rounded away before a
-    comparison; else o has v's dtype and the state is float32, or bfloat16 where `initial_state` was.
+    Takes `kda_prefill`'s arguments except `route`, with the same shapes, dtypes and checks, and returns the
+    same `(o, final_state)`. With `dtype=float64` both come back in float64, so that nothing is rounded away
+    before a comparison; else o has v's dtype and the state is float32, or bfloat16 where `initial_state` was.
 
     Raises:
       ValueError, TypeError: as `kda_prefill`; and ValueError for float64 where JAX has it switched off.
     """
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.float32, jnp.float64):
-        raise TypeError(f"dtype: got {dtype}; allowed: float32 or float64. Note: it is the precision of the sums.")
-    if jnp.zeros((), dtype).dtype != dtype:
+        raise TypeError(
+            f"dtype: got {dtype}; allowed: float32 or float64. Note: it is the precision of the sums."
+        )
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
-            "dtype: got float64 with 64-bit types switched off; allowed: float32 or float64. Note: call this under "
-            "`with jax.enable_x64(True):`, or set the option jax_enable_x64."
+            "dtype: got float64 with 64-bit types switched off; allowed: float32 or float64. "
+            "Note: call this under `with jax.enable_x64(True):`, or set the option jax_enable_x64."
         )
     problem = contract.check(
         q, k, v, g, beta,
@@ -94,10 +97,12 @@ def recurrence(
     scale: float,
     offsets: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The recurrence alone: log decays g [B, T, HV, K], write strengths beta [B, T, HV], one floating dtype throughout.
+    """The recurrence alone: log decays g [B, T, HV, K], write strengths beta [B, T, HV], one floating dtype
+    throughout.
 
-    `state` is [B, HV, K, V], or [N, HV, K, V] with `offsets` [N + 1] (B is 1 then). Returns o [B, T, HV, V] and the
-    state after each row or sequence. Tokens of no packed sequence give zeros and are otherwise ignored.
+    `state` is [B, HV, K, V], or [N, HV, K, V] with `offsets` [N + 1] (B is 1 then). Returns o [B, T, HV, V]
+    and the state after each row or sequence. Tokens of no packed sequence give zeros and are otherwise
+    ignored.
     """
     group = v.shape[2] // q.shape[2]
     q, k = (jnp.repeat(x, group, axis=2) for x in (q, k))
@@ -112,7 +117,9 @@ def recurrence(
     sequence = jnp.where((sequence >= 0) & (sequence < state.shape[0]), sequence, state.shape[0])
 
     def token_of(states: jax.Array, operands: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        """Each token reads and writes the state of its own sequence; a token of none reads zeros and writes nothing."""
+        """Each token reads and writes the state of its own sequence; a token of none reads zeros and writes
+        nothing.
+        """
         n, *token = operands
         own = states.at[n[None]].get(mode="fill", fill_value=0)
         own, o = _token(own, *token)

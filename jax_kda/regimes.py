@@ -1,27 +1,31 @@
 """Inputs in the gate regimes that every correctness test and every benchmark names.
 
-A kernel that is right for strong decays can be wrong for weak ones, and the other way round; a benchmark on one regime
-says little about another. So inputs come from here, by name:
+A kernel that is right for strong decays can be wrong for weak ones, and the other way round; a benchmark on
+one regime says little about another. So inputs come from here, by name:
 
-| regime       | log decays                                      | where it comes from                                    |
-|--------------|-------------------------------------------------|--------------------------------------------------------|
-| `production` | safe gate, bound -5, raw N(0, 1), A_log and     | what Kimi-style serving sees; mean about -3.1 a token  |
-|              | dt_bias U(0, 1)                                 |                                                        |
-| `slow`       | safe gate, bound -5, raw N(0, 1), A_log = 0,    | flash-linear-attention's initialisation of a KDA layer |
-|              | dt_bias = softplus^-1(dt), dt log-uniform in    | (`fla/layers/kda.py`, itself Mamba2's); mean about     |
-|              | [1e-3, 1e-1] per channel                        | -0.15, slowest channel about -0.008                    |
-| `long`       | constant per channel, magnitude log-uniform in  | memory over the whole sequence: any trick that drops   |
-|              | [1e-5, 1e-1]                                    | far history is wrong here                              |
-| `mixed`      | half the channels `production`, half `long`     | a few slow channels must not make a head slow or wrong |
-| `bound`      | safe gate, every gate at its bound -5           | exponent range: 16 tokens span exp(80)                 |
-| `unbounded`  | softplus gate, magnitudes log-uniform up to     | a released Kimi-Linear checkpoint: exp(A_log) has mean |
-|              | 2661 a token, mixed with zeros                  | 8.3 and maximum 201                                    |
-| `none`       | none at all                                     | the plain delta rule: drift, and far history           |
-| `collinear`  | those of `slow`; k = k0 + 0.05 noise, beta      | L is large: low-precision Neumann inverses of I + L    |
-|              | logits U(3, 8)                                  | return NaN or nonsense                                 |
+| regime       | log decays                                    | where it comes from                         |
+|--------------|-----------------------------------------------|---------------------------------------------|
+| `production` | safe gate, bound -5, raw N(0, 1), A_log and   | what Kimi-style serving sees: mean about    |
+|              | dt_bias U(0, 1)                               | -3.1 a token                                |
+| `slow`       | safe gate, bound -5, raw N(0, 1), A_log = 0,  | flash-linear-attention's initialisation of  |
+|              | dt_bias = softplus^-1(dt), dt log-uniform in  | a KDA layer (fla/layers/kda.py; Mamba2's    |
+|              | [1e-3, 1e-1] per channel                      | before): mean about -0.15, slowest channel  |
+|              |                                               | about -0.008                                |
+| `long`       | constant per channel, magnitude log-uniform   | memory over the whole sequence: any trick   |
+|              | in [1e-5, 1e-1]                               | that drops far history is wrong here        |
+| `mixed`      | half the channels `production`, half `long`   | a few slow channels must not make a head    |
+|              |                                               | slow or wrong                               |
+| `bound`      | safe gate, every gate at its bound -5         | exponent range: 16 tokens span exp(80)      |
+| `unbounded`  | softplus gate, magnitudes log-uniform up to   | a released Kimi-Linear checkpoint:          |
+|              | 2661 a token, mixed with zeros                | exp(A_log) has mean 8.3 and maximum 201     |
+| `none`       | none at all                                   | the plain delta rule: drift, and far        |
+|              |                                               | history                                     |
+| `collinear`  | those of `slow`; k = k0 + 0.05 noise, beta    | L is large: low-precision Neumann inverses  |
+|              | logits U(3, 8)                                | of I + L return NaN or nonsense             |
 
-Everything else is the same throughout: q, k, v, beta logits ~ N(0, 1), q and k normalised and beta's sigmoid taken in the
-kernel, initial_state ~ N(0, 1) / 2. All arrays are NumPy's, so that no device is touched before the call.
+Everything else is the same throughout: q, k, v, beta logits ~ N(0, 1), q and k normalised and beta's sigmoid
+taken in the kernel, initial_state ~ N(0, 1) / 2. All arrays are NumPy's, so that no device is touched before
+the call.
 """
 
 from __future__ import annotations
@@ -65,10 +69,9 @@ def make_inputs(
     """Keyword arguments for `kda_prefill` in this regime.
 
     Args:
-      regime: one of REGIMES.
-      B, T, H, HV, K, V: sizes, see `jax_kda.contract`; HV is H unless given.
-      dtype: of q, k and v.
-      g_dtype: default float32 where g is the log decay itself (`long`, `mixed`, `none`), else `dtype` (float32 for
+      regime: one of REGIMES. B, T, H, HV, K, V: sizes, see `jax_kda.contract`; HV is H unless given. dtype:
+      of q, k and v. g_dtype: default float32 where g is the log decay itself (`long`, `mixed`, `none`), else
+      `dtype` (float32 for
         float16, which the contract does not allow for g).
       beta_dtype: default `dtype` (float32 for float16).
       lengths: of packed sequences, which must fit in T; adds `cu_seqlens`, int32. B must be 1.
@@ -128,12 +131,14 @@ def bench_inputs(
 ) -> dict[str, Any]:
     """As `make_inputs`, with every regime's decays fed through one and the same safe gate.
 
-    A wanted log decay is the raw value logit(decay / bound), with A_log = 0 and dt_bias = 0, so that a difference in
-    time between two regimes is the algorithm's and not the input's. `unbounded` has no such form.
+    A wanted log decay is the raw value logit(decay / bound), with A_log = 0 and dt_bias = 0, so that a
+    difference in time between two regimes is the algorithm's and not the input's. `unbounded` has no such
+    form.
     """
     if _known(regime) == "unbounded":
         raise ValueError(
-            "regime: got 'unbounded'; allowed: any other of REGIMES. Note: its decays pass the safe gate's bound."
+            "regime: got 'unbounded'; allowed: any other of REGIMES. "
+            "Note: its decays pass the safe gate's bound."
         )
     inputs = make_inputs(regime, B, T, H, HV, K, V, seed=seed, **keywords)
     decays = _ready_log_decays(inputs)
@@ -187,8 +192,8 @@ def _common(
     if lengths is not None:
         if B != 1 or sum(lengths) > T:
             raise ValueError(
-                f"lengths: got {sum(lengths)} tokens for B = {B}, T = {T}; allowed: B = 1 and at most T tokens. "
-                "Note: T may be larger, its last tokens then belong to no sequence."
+                f"lengths: got {sum(lengths)} tokens for B = {B}, T = {T}; "
+                "allowed: B = 1 and at most T tokens. Note: T may be larger, its last tokens then belong to no sequence."
             )
         inputs["cu_seqlens"] = np.cumsum([0, *lengths]).astype(np.int32)
         sequences = len(lengths)
@@ -200,7 +205,9 @@ def _common(
     return inputs
 
 
-def _production(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _production(
+    rng: np.random.Generator, shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     HV, K = shape[2:]
     return rng.standard_normal(shape), rng.uniform(0, 1, HV), rng.uniform(0, 1, (HV, K))
 

@@ -1,12 +1,13 @@
 """Faults that people reported in kernels like this one, each as a check that would have caught it.
 
-A case is a function of `run`, which is `kda_prefill` on the route under test, and of the dtype of q, k and v. So every
-route is put to all of them: `for case in FAULT_CASES: case.check(run, "bfloat16")`. The bars are those of a route that
-computes in bfloat16; tests of accuracy hold each route to its own.
+A case is a function of `run`, which is `kda_prefill` on the route under test, and of the dtype of q, k and v.
+So every route is put to all of them: `for case in FAULT_CASES: case.check(run, "bfloat16")`. The bars are
+those of a route that computes in bfloat16; tests of accuracy hold each route to its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,27 +67,35 @@ def expect_oracle(run: Run, inputs: Inputs, bars: tuple[float, float] = (WHOLE, 
 def expect_close(
     o: Any, want: np.ndarray, offsets: Any = None, bars: tuple[float, float] = (WHOLE, TOKEN)
 ) -> None:
-    """o and want are [B, T, HV, V]. A token's error is measured against its norm, or a tenth of its head's mean one."""
+    """o and want are [B, T, HV, V]. A token's error is measured against its norm, or a tenth of its head's
+    mean one.
+    """
     o = _float64(o)
     assert o.shape == want.shape
     assert np.isfinite(o).all(), f"{np.count_nonzero(~np.isfinite(o))} values of o are not finite"
     bounds = [0, o.shape[1]] if offsets is None else [int(x) for x in np.asarray(offsets)]
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in itertools.pairwise(bounds):
         if begin == end:
             continue
         error, norm = _norms(o[:, begin:end] - want[:, begin:end]), _norms(want[:, begin:end])
         mean = np.sqrt(np.mean(norm**2, axis=1, keepdims=True))
         whole = np.sqrt(np.mean(error**2, axis=1, keepdims=True)) / np.maximum(mean, 1e-30)
         token = error / np.maximum(np.maximum(norm, 0.1 * mean), 1e-30)
-        assert whole.max() <= bars[0], f"tokens {begin}..{end}: o of the worst head is off by {whole.max():.1e}"
-        assert token.max() <= bars[1], f"tokens {begin}..{end}: o of the worst token is off by {token.max():.1e}"
+        assert whole.max() <= bars[0], (
+            f"tokens {begin}..{end}: o of the worst head is off by {whole.max():.1e}"
+        )
+        assert token.max() <= bars[1], (
+            f"tokens {begin}..{end}: o of the worst token is off by {token.max():.1e}"
+        )
 
 
 def expect_close_states(state: Any, want: np.ndarray, bar: float = WHOLE) -> None:
     """States are [N, HV, *, *]; each is compared on its own."""
     state = _float64(state)
     assert state.shape == want.shape
-    assert np.isfinite(state).all(), f"{np.count_nonzero(~np.isfinite(state))} values of the state are not finite"
+    assert np.isfinite(state).all(), (
+        f"{np.count_nonzero(~np.isfinite(state))} values of the state are not finite"
+    )
     error = np.linalg.norm(state - want, axis=(-2, -1))
     worst = (error / np.maximum(np.linalg.norm(want, axis=(-2, -1)), 1e-30)).max(initial=0)
     assert worst <= bar, f"the worst state is off by {worst:.1e}"
@@ -147,7 +156,8 @@ def _gate_range(run: Run, dtype: str, raw: str, bound: float) -> None:
 @_case("BR-02", "one key for 48 tokens", T=48)
 @_case("BR-02", "one key for 2048 tokens", T=2048, bars=(0.25, 1.0))
 def _one_key(run: Run, dtype: str, T: int, bars: tuple[float, float] = (WHOLE, TOKEN)) -> None:
-    # At 2048 tokens flash-linear-attention's error is the bar, and it is far above 2e-2: here only nonsense is refused.
+    # At 2048 tokens flash-linear-attention's error is the bar, and it is far above 2e-2: here only nonsense
+    # is refused.
     inputs = _safe_gate(make_inputs("slow", 1, T, 2, dtype=dtype, beta_dtype="float32"), -12.0)
     inputs["k"] = np.broadcast_to(inputs["k"][:, :1], inputs["k"].shape).copy()
     inputs["v"] = inputs["v"][:, np.arange(T) % 16]
@@ -190,7 +200,10 @@ def _one_token(run: Run, dtype: str, with_state: bool) -> None:
     inputs = make_inputs("production", 2, 1, 2, dtype=dtype, initial_state=with_state)
     o, state = expect_oracle(run, inputs)
     if not with_state:
-        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in map(_float64, (inputs["q"], inputs["k"])))
+        q, k = (
+            x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
+            for x in map(_float64, (inputs["q"], inputs["k"]))
+        )
         v, beta = _float64(inputs["v"]), 1 / (1 + np.exp(-_float64(inputs["beta"])))[..., None]
         expect_close(o, 128**-0.5 * beta * (q * k).sum(-1, keepdims=True) * v)
         expect_close_states(state, (k[..., :, None] * (beta * v)[..., None, :])[:, 0])
@@ -217,7 +230,8 @@ def _empty(run: Run, dtype: str) -> None:
 @_case("BR-05", "a repeated tile", tiles=6, heads=2)
 @_case("BR-05", "a repeated tile past 2**31 elements", tiles=4100, heads=64, big=True)
 def _index_width(run: Run, dtype: str, tiles: int, heads: int) -> None:
-    # A log decay of -3.6 a token forgets everything within a tile, so that each tile but the first has one answer.
+    # A log decay of -3.6 a token forgets everything within a tile, so that each tile but the first has one
+    # answer.
     tile = make_inputs("none", 1, 64, heads, dtype=dtype, initial_state=False)
     tile["g"] = np.full_like(tile["g"], -3.6, dtype=tile["q"].dtype if dtype != "float16" else np.float32)
     repeated = {
@@ -283,7 +297,13 @@ def _beta_width(run: Run, dtype: str) -> None:
     k, v = _float64(inputs["k"])[0, 0], _float64(inputs["v"])[0, 0]
     k /= np.sqrt((k * k).sum(-1, keepdims=True) + 1e-6)
     outer = k[:, :, None] * v[:, None, :]
-    for value, is_logit in ((0.62245935, False), (0.57623, False), (0.37808, False), (0.8221, False), (0.5, True)):
+    for value, is_logit in (
+        (0.62245935, False),
+        (0.57623, False),
+        (0.37808, False),
+        (0.8221, False),
+        (0.5, True),
+    ):
         beta = {"beta": np.full((1, 1, 2), value, np.float32), "use_beta_sigmoid_in_kernel": is_logit}
         _, state = run(**inputs | beta)
         want = outer * (1 / (1 + np.exp(-value)) if is_logit else value)

@@ -1,7 +1,10 @@
-"""The judge: the token recurrence in NumPy float64, written from the definition and sharing no code with the library."""
+"""The judge: the token recurrence in NumPy float64, written from the definition and sharing no code with the
+library.
+"""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -28,7 +31,9 @@ def numpy_recurrence(
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """`kda_prefill`'s keyword arguments to its (o, final_state), in float64; every operand may be of any dtype."""
+    """`kda_prefill`'s keyword arguments to its (o, final_state), in float64; every operand may be of any
+    dtype.
+    """
     q, k, v, g, beta = (np.asarray(x).astype(np.float64) for x in (q, k, v, g, beta))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -55,7 +60,7 @@ def numpy_recurrence(
         o = np.zeros((B, T, HV, V))
         state = state.copy()
         bounds = [int(x) for x in np.asarray(cu_seqlens)]
-        for n, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for n, (begin, end) in enumerate(itertools.pairwise(bounds)):
             part = [x[:, begin:end] for x in (q * scale, k, v, g, beta)]
             o[:, begin:end], state[n : n + 1] = _run(*part, state[n : n + 1])
     state = np.swapaxes(state, -1, -2) if state_v_first else state
