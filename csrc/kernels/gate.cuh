@@ -1,8 +1,8 @@
 // From gate and beta inputs to log decays and write strengths.
 //
-// Log decays leave here in base 2 and times 2^11: K1 sums them as pairs of f16 (value and remainder) on the matrix unit, and the factor keeps
-// the remainder of small decays (1e-5 per token and less, which matter over 100,000 tokens) out of f16's subnormals. The largest value,
-// 20 nats = 28.9, stays below f16's 65504 / 2^11 = 32.
+// Log decays leave here in base 2. In the unbounded scheme they come times 2^11: there K1 sums them as pairs of f16 (value and remainder) on the
+// matrix unit, and the factor keeps the remainder of small decays (1e-5 per token and less, which matter over 100,000 tokens) out of f16's
+// subnormals. The largest value, 20 nats = 28.9, stays below f16's 65504 / 2^11 = 32.
 #pragma once
 
 #include "../launch.h"
@@ -18,14 +18,15 @@ constexpr float kClampNats = 20.f;   // the unbounded scheme's floor for one tok
 struct GateConstants {
   GateMode mode;
   float slope;   // safe: -exp(A_log) log2 e; softplus: log2 e
-  float height;  // safe: 1 / (lower_bound log2 e 2^11); softplus: -exp(A_log) 2^11
+  float height;  // safe: 1 / (lower_bound log2 e unit); softplus: -exp(A_log) unit; unit: 1 (bounded scheme) or 2^11
 };
 
-KDA_DEVICE GateConstants gate_constants(GateMode mode, float a_log, float lower_bound) {
+template <bool kBounded> KDA_DEVICE GateConstants gate_constants(GateMode mode, float a_log, float lower_bound) {
+  constexpr float kUnit = kBounded ? 1.f : kGateUnit;
   const float a = exp2_approx(a_log * kLog2E);
-  if (mode == GateMode::kSafe) return {mode, -a * kLog2E, 1.f / (lower_bound * kLog2E * kGateUnit)};
-  if (mode == GateMode::kSoftplus) return {mode, kLog2E, -a * kGateUnit};
-  return {mode, 1.f, kLog2E * kGateUnit};
+  if (mode == GateMode::kSafe) return {mode, -a * kLog2E, 1.f / (lower_bound * kLog2E * kUnit)};
+  if (mode == GateMode::kSoftplus) return {mode, kLog2E, -a * kUnit};
+  return {mode, 1.f, kLog2E * kUnit};
 }
 
 // log2(1 + 2^z), the softplus in base 2. lg2.approx has an absolute error near 1, which exp(A_log) would multiply: there the series is used.
@@ -35,7 +36,7 @@ KDA_DEVICE float softplus2(float z) {
   return max_keep_nan(z, 0.f) + (small < 0.0078125f ? series : log2_approx(1.f + small));
 }
 
-// Raw gate to log decay (base 2, times 2^11). bias = dt_bias * slope.
+// Raw gate to log decay (base 2, times the unit). bias = dt_bias * slope.
 template <bool kBounded> KDA_DEVICE float log_decay(float raw, float bias, const GateConstants& c) {
   if constexpr (kBounded) {
     return rcp_approx(fma(exp2_approx(fma(raw, c.slope, bias)), c.height, c.height));

@@ -36,7 +36,9 @@ KDA_DEVICE void unpack_f16(uint32_t x, float& lo, float& hi) {
 }
 KDA_DEVICE float low_bf16(uint32_t x) { return from_bits(x << 16); }
 KDA_DEVICE float high_bf16(uint32_t x) { return from_bits(x & 0xffff0000u); }
-KDA_DEVICE uint32_t to_tf32(float x) { uint32_t r; asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x)); return r; }
+// The matrix unit cuts an f32 operand to 10 bits of mantissa. Half a unit is added first (on average over a binade), so that the cut has no bias;
+// a multiplication, because the exact conversion costs four instructions, and an integer addition would lose NaN.
+KDA_DEVICE uint32_t to_tf32(float x) { return bits(x * 1.00034f); }
 
 // ---- warp products: d (+)= A B
 KDA_DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -83,6 +85,7 @@ KDA_DEVICE float4 load_shared4(uint32_t a) {
   float4 v; asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(a) : "memory"); return v;
 }
 KDA_DEVICE void store_shared(uint32_t a, float x) { asm volatile("st.shared.f32 [%0], %1;" :: "r"(a), "f"(x) : "memory"); }
+KDA_DEVICE void store_shared_word(uint32_t a, uint32_t x) { asm volatile("st.shared.b32 [%0], %1;" :: "r"(a), "r"(x) : "memory"); }
 KDA_DEVICE void store_shared2(uint32_t a, float x, float y) { asm volatile("st.shared.v2.f32 [%0], {%1,%2};" :: "r"(a), "f"(x), "f"(y) : "memory"); }
 KDA_DEVICE void store_shared4(uint32_t a, float4 v) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" :: "r"(a), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
@@ -97,6 +100,9 @@ KDA_DEVICE void store_global16_if(bool on, void* p, float4 v) {
 KDA_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 KDA_DEVICE void sync_warp() { __syncwarp(); }
 KDA_DEVICE void sync_group(int barrier, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory"); }
+
+// The same barrier for those that need not wait: they count towards it and go on.
+KDA_DEVICE void arrive_group(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory"); }
 
 // ---- warpgroup products (sm_90a): d[64 x N] (+)= A[64 x 16, registers] B[16 x N, shared memory]
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -127,6 +133,9 @@ template <bool kTransposeB> KDA_DEVICE void wgmma_n64(float* d, const uint32_t (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(int(kTransposeB)));
 }
 #endif
+
+// A value that the compiler must not carry from one turn of a loop to the next: keeps it from hoisting (and then spilling) address arithmetic.
+KDA_DEVICE uint32_t opaque(uint32_t x) { asm volatile("" : "+r"(x)); return x; }
 
 // Tells the compiler that these registers change here: keeps ordinary code on its side of an asynchronous product.
 template <int N> KDA_DEVICE void pin(float (&r)[N]) {

@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../launch.h"
 #include "packet.cuh"
@@ -43,6 +44,11 @@ KDA_DEVICE int64_t first_row(const PrefillArgs& a, const Task& k, int64_t heads,
   return ((k.row * a.T + k.begin) * heads + head) * width;
 }
 
+KDA_DEVICE float load_beta(const PrefillArgs& a, const Task& k, int token) {
+  const int64_t at = first_row(a, k, a.HV, k.head, 1) + token * a.HV;
+  return a.beta_dtype == DType::kF32 ? static_cast<const float*>(a.beta)[at] : __bfloat162float(static_cast<const __nv_bfloat16*>(a.beta)[at]);
+}
+
 // Rows of the batch row that belong to no sequence are zeros. Written by the tasks of its first and last sequence.
 KDA_DEVICE void zero_outside(const PrefillArgs& a, const Task& k, int thread, int threads) {
   auto* o = static_cast<uint16_t*>(a.o) + ((k.row * a.T) * a.HV + k.head) * kHeadDim;
@@ -54,28 +60,42 @@ KDA_DEVICE void zero_outside(const PrefillArgs& a, const Task& k, int thread, in
   if (k.last) zero(k.begin + k.tokens, int(a.T));
 }
 
-// Element (value row, key channel) of a state stored [K, V] or [V, K].
-KDA_DEVICE int64_t state_index(bool v_first, int value, int key) { return v_first ? value * kHeadDim + key : key * kHeadDim + value; }
-
-KDA_DEVICE void load_state(State& st, const void* from, DType dtype, bool v_first, int value_row, int lane) {
-  const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-  for (int i = 0; i < 64; ++i) {
-    const int64_t at = state_index(v_first, value_row + g + ((i >> 1) & 1) * 8, (i >> 2) * 8 + t * 2 + (i & 1));
-    if (!from) st[i] = 0.f;
-    else if (dtype == DType::kF32) st[i] = static_cast<const float*>(from)[at];
-    else st[i] = __bfloat162float(static_cast<const __nv_bfloat16*>(from)[at]);
+// Element i of a lane's state within a state stored [K, V] or [V, K], relative to the lane's first element: a constant, so that 64 accesses
+// share one address.
+template <bool kVFirst> KDA_DEVICE constexpr int state_offset(int i) {
+  const int value = ((i >> 1) & 1) * 8, key = (i >> 2) * 8 + (i & 1);
+  return kVFirst ? value * kHeadDim + key : key * kHeadDim + value;
+}
+// f(std::bool_constant<v_first>, pointer to the lane's first element) with the dtype that the arguments name.
+template <class F> KDA_DEVICE void with_state_layout(char* base, DType dtype, bool v_first, int value_row, int lane, F f) {
+  const int value = value_row + (lane >> 2), key = (lane & 3) * 2;
+  const int first = v_first ? value * kHeadDim + key : key * kHeadDim + value;
+  if (dtype == DType::kF32) {
+    float* p = reinterpret_cast<float*>(base) + first;
+    if (v_first) f(std::true_type(), p);
+    else f(std::false_type(), p);
+  } else {
+    __nv_bfloat16* p = reinterpret_cast<__nv_bfloat16*>(base) + first;
+    if (v_first) f(std::true_type(), p);
+    else f(std::false_type(), p);
   }
 }
 
-KDA_DEVICE void store_state(const State& st, void* to, DType dtype, bool v_first, int value_row, int lane) {
-  const int g = lane >> 2, t = lane & 3;
+KDA_DEVICE void load_state(State& st, const char* from, DType dtype, bool v_first, int value_row, int lane) {
 #pragma unroll
-  for (int i = 0; i < 64; ++i) {
-    const int64_t at = state_index(v_first, value_row + g + ((i >> 1) & 1) * 8, (i >> 2) * 8 + t * 2 + (i & 1));
-    if (dtype == DType::kF32) static_cast<float*>(to)[at] = st[i];
-    else static_cast<__nv_bfloat16*>(to)[at] = __float2bfloat16(st[i]);
-  }
+  for (int i = 0; i < 64; ++i) st[i] = 0.f;
+  if (from)
+    with_state_layout(const_cast<char*>(from), dtype, v_first, value_row, lane, [&](auto kVFirst, const auto* p) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) st[i] = float(p[state_offset<kVFirst.value>(i)]);
+    });
+}
+
+KDA_DEVICE void store_state(const State& st, char* to, DType dtype, bool v_first, int value_row, int lane) {
+  with_state_layout(to, dtype, v_first, value_row, lane, [&](auto kVFirst, auto* p) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) p[state_offset<kVFirst.value>(i)] = std::remove_reference_t<decltype(*p)>(st[i]);
+  });
 }
 
 // An empty sequence passes its state through, bit for bit.

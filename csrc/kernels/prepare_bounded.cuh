@@ -1,0 +1,210 @@
+// K1 for gates of at most 5 nats a token: from the raw rows of one chunk to its packet, by a group of four warps. Needs no state, so chunks are
+// independent. Few registers (88), so that two groups fit beside a 128-row K2.
+//
+//   warp w      elementwise work: tokens 16 (w >> 1) ..., channels 64 (w & 1) ...; a lane owns two channels and walks over 16 tokens
+//               products: the eight tokens 8 w ... of k and q, as rows of L and M
+//
+//   1. norms (products), and log decays with their running sums from the start of the 16-token block, kept in registers;
+//      factors of the tokens and totals of the blocks to scratch                                                     -- group barrier
+//   2. exp, and everything that is a row scaled by exponentials:
+//        packet   Kd = -k e^G, Qd = q e^G, Kr = k e^(G_31 - G), decay e^G_31
+//        scratch  the factors of the pair weights e^(G_i - G_j):
+//                   within a block   rows e^(G_i - G_start)  x  columns e^(G_start - G_j)      (both within 2^+-116)
+//                   across blocks    rows e^(G_i - G_15)     x  columns e^(G_15 - G_j)         (both <= 1)
+//      For rows of block 0 the packet's Kd, Qd are those rows; block 1's rows serve both products.                    -- group barrier
+//   3. L and M by 8 x 8 tiles; M to the packet, L to scratch                                    -- group barrier, where three warps only arrive
+//   4. the warp whose turn it is inverts I + L and writes A; the others are at the next chunk already
+//
+// No reference depends on a later token of the chunk. The diagonal of M is q.k, its pair weight exactly one.
+#pragma once
+
+#include <cstdint>
+
+#include "gate.cuh"
+#include "inverse.cuh"
+#include "mma.cuh"
+#include "packet.cuh"
+#include "pipeline.cuh"
+#include "prepare.cuh"
+
+namespace jax_kda {
+
+template <bool kGatesF32> struct PrepareBounded {
+  static constexpr int kWarps = 4;
+  // Scratch of one group, bytes from its start. Panels as in the packet: 64 channels, rows of 128 bytes, 128-byte swizzle.
+  static constexpr uint32_t kRows = 0;                       // block 1's rows: [2 panels][16 of k, 16 of q]
+  static constexpr uint32_t kColumns = kRows + 2 * kPanel;   // columns within blocks: [2 panels][32]
+  static constexpr uint32_t kAcross = kColumns + 2 * kPanel;  // block 0's columns for block 1's rows: [2 panels][16]
+  static constexpr uint32_t kTotals = kAcross + kPanel;      // running sums at the blocks' ends, base 2: [2 blocks][128] f32
+  static constexpr uint32_t kFactors = kTotals + 1024;       // [32 tokens] 1/|k|, scale / |q|, M's diagonal, unused
+  static constexpr uint32_t kTiles = kFactors + 512;         // -L: [10 tiles][32 lanes] 2 f32
+  static constexpr uint32_t kScratchBytes = kTiles + 10 * 256;
+
+  static KDA_DEVICE void run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int turn);
+};
+
+template <bool kGatesF32>
+KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int turn) {
+  const int lane = int(opaque(c.lane)), g = lane >> 2, t = lane & 3, w = c.warp;
+  const int panel = w & 1, block = w >> 1;
+  const uint32_t scratch = opaque(c.scratch);
+  // Byte offset of this lane's channel pair in row 0 of a panel; row r's is this ^ (r & 7) << 4, plus 128 r.
+  const uint32_t pair = (lane >> 2) << 4 | (lane & 3) << 2;
+
+  // ---- 1. norms of tokens 8 w ..., as diagonals of small products
+  {
+    const uint32_t quad = stage + stage::kKeyQuery + ((lane >> 3) & 1) * stage::kQueryRows + panel_unit(lane & 7, lane >> 4) + w * 1024;
+    float gram_k[4] = {0.f, 0.f, 0.f, 0.f}, gram_q[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      uint32_t f[4];  // {k, q} x {channels 0-7, 8-15}: rows 0-7 are k's, rows 8-15 q's
+      load_tiles(f, (quad ^ ((s & 3) << 5)) + (s >> 2) * stage::kKeyQueryPanel);
+      mma_bf16(gram_k, f, f[0], f[2]);
+      mma_bf16(gram_q, f, f[1], f[3]);
+    }
+    if (t == (g >> 1)) {
+      const float kk = g & 1 ? gram_k[1] : gram_k[0], qk = g & 1 ? gram_k[3] : gram_k[2], qq = g & 1 ? gram_q[3] : gram_q[2];
+      const float rk = c.l2norm ? rsqrt_approx(kk + 1e-6f) : 1.f, rq = c.scale * (c.l2norm ? rsqrt_approx(qq + 1e-6f) : 1.f);
+      store_shared4(scratch + kFactors + (w * 8 + g) * 16, {rk, rq, qk * rk * rq, 0.f});
+    }
+  }
+  // log decays (base 2) and their running sums, of tokens 16 block ... and this lane's two channels
+  float sum[16][2];
+  {
+    const int channel = panel * 64 + lane * 2, left = tokens - block * 16;
+    const float2 bias = load_shared2(c.bias + channel * 4);
+    float total[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int row = block * 16 + i;
+      float raw[2];
+      if constexpr (kGatesF32) {  // four panels of 32 channels
+        const float2 x = load_shared2(stage + stage::kGatesF32 + (panel * 2 + (lane >> 4)) * kPanel + panel_unit(row, (lane >> 1) & 7) + (lane & 1) * 8);
+        raw[0] = x.x, raw[1] = x.y;
+      } else {
+        const uint32_t x = bits(load_shared(stage + stage::kKr + panel * kPanel + row * 128 + (pair ^ (i & 7) << 4)));
+        raw[0] = low_bf16(x), raw[1] = high_bf16(x);
+      }
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float y = log_decay<true>(raw[e], e ? bias.y : bias.x, c.gate);
+        if (i < left) total[e] += y;  // a tail's tokens do not decay
+        sum[i][e] = total[e];
+      }
+    }
+    store_shared2(scratch + kTotals + block * 512 + channel * 4, total[0], total[1]);
+  }
+  sync_group(c.barrier, kWarps * 32);
+
+  // ---- 2. scaled rows
+  {
+    const float2 here = load_shared2(scratch + kTotals + block * 512 + (panel * 64 + lane * 2) * 4);
+    const float2 there = load_shared2(scratch + kTotals + (block ^ 1) * 512 + (panel * 64 + lane * 2) * 4);
+    const float end[2] = {exp2_approx(here.x), exp2_approx(here.y)}, other[2] = {exp2_approx(there.x), exp2_approx(there.y)};
+    if (block == 0) {
+      const int channel = panel * 64 + lane * 2;
+      store_shared2(stage + stage::kDecay + decay_slot(channel >> 4, (channel & 7) >> 1) + ((channel >> 3) & 1) * 8, end[0] * other[0], end[1] * other[1]);
+    }
+    const uint32_t packet = stage + stage::kKeyQuery + panel * stage::kKeyQueryPanel + block * 2048;
+    const uint32_t kr = stage + stage::kKr + panel * kPanel + block * 2048;
+    const uint32_t columns = scratch + kColumns + panel * kPanel + block * 2048;
+    const uint32_t rows = scratch + kRows + panel * kPanel, across = scratch + kAcross + panel * 2048;
+    auto store_pair = [](uint32_t at, float x, float y) { store_shared_word(at, pack_bf16(x, y)); };
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const uint32_t at = i * 128 + (pair ^ (i & 7) << 4);
+      const uint32_t kw = bits(load_shared(packet + at)), qw = bits(load_shared(packet + stage::kQueryRows + at));
+      const float2 factor = load_shared2(scratch + kFactors + (block * 16 + i) * 16);
+      float k[2] = {low_bf16(kw) * factor.x, high_bf16(kw) * factor.x}, q[2] = {low_bf16(qw) * factor.y, high_bf16(qw) * factor.y};
+      float up[2], down[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) up[e] = exp2_approx(sum[i][e]), down[e] = k[e] * exp2_approx(-sum[i][e]);
+      store_pair(columns + at, down[0], down[1]);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) down[e] *= end[e];
+      if (block == 0) {
+        store_pair(packet + at, -k[0] * up[0], -k[1] * up[1]);
+        store_pair(packet + stage::kQueryRows + at, q[0] * up[0], q[1] * up[1]);
+        store_pair(across + at, down[0], down[1]);
+        store_pair(kr + at, down[0] * other[0], down[1] * other[1]);
+      } else {
+        store_pair(rows + at, -k[0] * up[0], -k[1] * up[1]);
+        store_pair(rows + 2048 + at, q[0] * up[0], q[1] * up[1]);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) up[e] *= other[e];
+        store_pair(packet + at, -k[0] * up[0], -k[1] * up[1]);
+        store_pair(packet + stage::kQueryRows + at, q[0] * up[0], q[1] * up[1]);
+        store_pair(kr + at, down[0], down[1]);
+      }
+    }
+  }
+  sync_group(c.barrier, kWarps * 32);
+
+  // ---- 3. rows 8 w ... of L and M: tiles [column], [0..1] of -L / beta, [2..3] of M
+  float tiles[4][4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) tiles[i][e] = 0.f;
+  {
+    const uint32_t row_quad = panel_unit(lane & 7, lane >> 4) + (w & 1) * 1024;
+    const uint32_t row_at = (w < 2 ? stage + stage::kKeyQuery + ((lane >> 3) & 1) * stage::kQueryRows : scratch + kRows + ((lane >> 3) & 1) * 2048) + row_quad;
+    const uint32_t row_panel = w < 2 ? uint32_t(stage::kKeyQueryPanel) : uint32_t(kPanel);
+    // columns of two 8-token tiles: {tile, tile + 1} x {channels 0-7, 8-15}
+    const uint32_t column_quad = panel_unit(lane & 7, (lane >> 3) & 1) + (lane >> 4) * 1024;
+    const uint32_t within = scratch + kColumns + block * 2048 + column_quad, across = scratch + kAcross + column_quad;
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      const uint32_t flip = (s & 3) << 5;
+      uint32_t a[4], b[4];
+      load_tiles(a, (row_at ^ flip) + (s >> 2) * row_panel);
+      load_tiles(b, (within ^ flip) + (s >> 2) * kPanel);
+      if (block == 0) {
+        mma_bf16(tiles[0], a, b[0], b[1]);
+        mma_bf16(tiles[1], a, b[2], b[3]);
+      } else {
+        mma_bf16(tiles[2], a, b[0], b[1]);
+        mma_bf16(tiles[3], a, b[2], b[3]);
+        load_tiles(b, (across ^ flip) + (s >> 2) * 2048);
+        mma_bf16(tiles[0], a, b[0], b[1]);
+        mma_bf16(tiles[1], a, b[2], b[3]);
+      }
+    }
+  }
+  const float strength = shuffle(beta, w * 8 + g), diagonal = load_shared(scratch + kFactors + (w * 8 + g) * 16 + 8);
+  uint32_t m[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    // Above the diagonal exponents may have overflowed: selected away, never multiplied.
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int column = i * 8 + 2 * t + e, row = w * 8 + g;
+      tiles[i][e] = column < row ? tiles[i][e] * strength : 0.f;
+      tiles[i][2 + e] = column < row ? tiles[i][2 + e] : column == row ? diagonal : 0.f;
+    }
+    m[i] = pack_bf16(tiles[i][2], tiles[i][3]);
+    if (i <= w) store_shared2(scratch + kTiles + ((w * (w + 1) / 2 + i) * 32 + lane) * 8, tiles[i][0], tiles[i][1]);
+  }
+  store_tiles(stage + stage::kM + square_unit(w * 8 + (lane & 7), lane >> 3), m[0], m[1], m[2], m[3]);
+  if (turn != w) {
+    arrive_group(c.barrier, kWarps * 32);
+    return;
+  }
+  sync_group(c.barrier, kWarps * 32);
+
+  // ---- 4. A
+  LowerTiles n;
+  auto tile = [&](int row, int column) {
+    const float2 x = load_shared2(scratch + kTiles + ((row * (row + 1) / 2 + column) * 32 + lane) * 8);
+    return Tile{{x.x, x.y}};
+  };
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+    n.diagonal[b][0] = tile(2 * b, 2 * b), n.diagonal[b][1] = tile(2 * b + 1, 2 * b), n.diagonal[b][2] = tile(2 * b + 1, 2 * b + 1);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) n.square[r][b] = tile(2 + r, b);
+  }
+  invert_and_store(n, beta, stage, lane);
+}
+
+}  // namespace jax_kda
