@@ -78,6 +78,11 @@ class Options:
             names.append("offsets")
         return tuple(names)
 
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        """The primitive's results, in order."""
+        return ("o", "final_state") if self.output_final_state else ("o",)
+
 
 @dataclass(frozen=True)
 class Problem:

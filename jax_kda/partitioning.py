@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .contract import Options, Problem
 
-__all__ = ["bind", "local_problem"]
+__all__ = ["bind", "local_problem", "split_explicitly"]
 
 # The dimensions of operands and results. Batch ("b") and heads ("h" of q and k, "w" of the rest) may be
 # split; tokens, channels and the list of sequences stay whole.
@@ -50,16 +50,41 @@ def bind(primitive: Primitive, options: Options, operands: Sequence[jax.Array]) 
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.are_all_axes_manual:
         return tuple(primitive.bind(*operands, options=options))
+    devices = math.prod(mesh.shape[name] for name in mesh.auto_axes) if mesh.manual_axes else None
     problem = Problem.from_operands(options, operands)
     gate_rows = (
         operands[options.operand_names.index("A_log")].shape[0] if "A_log" in options.operand_names else 1
     )
     per_row_gate = isinstance(gate_rows, int) and gate_rows > 1
-    return tuple(_partitioned(primitive, options, problem.H, problem.HV, per_row_gate)(*operands))
+    return tuple(_partitioned(primitive, options, problem.H, problem.HV, per_row_gate, devices)(*operands))
+
+
+def split_explicitly(
+    options: Options, operands: Sequence[jax.Array], call: Callable[..., tuple[jax.Array, ...]]
+) -> tuple[jax.Array, ...]:
+    """`call(*operands)`; over a mesh with explicit axes, a `shard_map` of it along their shardings."""
+    types = [jax.typeof(x) for x in operands]
+    mesh = jax.sharding.get_abstract_mesh()  # under vmap over a sharded axis, without that axis's mesh axes
+    if mesh.empty:
+        mesh = next((t.sharding.mesh for t in types if not t.sharding.mesh.empty), mesh)
+    if not mesh.explicit_axes:
+        return call(*operands)
+    names = options.operand_names
+    specs = {name: _entries(t) for name, t in zip(names, types, strict=True)}
+    split = _split(Problem.from_operands(options, operands), specs, dict(mesh.shape))
+    spec = _spec_of(options, operands, *split)
+    arguments = tuple(spec(name) for name in names)
+    placed = (
+        jax.sharding.reshard(x, NamedSharding(mesh, wanted))
+        for x, wanted in zip(operands, arguments, strict=True)
+    )
+    results = tuple(spec(name) for name in options.result_names)
+    axes = set(mesh.axis_names) - set(mesh.manual_axes)
+    return jax.shard_map(call, mesh=mesh, in_specs=arguments, out_specs=results, axis_names=axes)(*placed)
 
 
 def local_problem(problem: Problem, operands: dict[str, Any]) -> Problem:
-    """The problem that one device sees: `operands` are q, k, v, g by name, with their shardings."""
+    """The problem that one device sees: `operands` are q, k, v, g by name, with shardings."""
     named = [x.sharding for x in operands.values() if isinstance(x.sharding, NamedSharding)]
     if not named or named[0].mesh.empty:
         return problem
@@ -91,29 +116,37 @@ def _split(problem: Problem, specs: dict[str, Sequence[Axes]], sizes: dict[Any, 
     return batch, heads
 
 
+def _spec_of(
+    options: Options, operands: Sequence[Any], batch: Axes, heads: Axes
+) -> Callable[[str], PartitionSpec]:
+    """The spec of each operand and result, by name."""
+    named = dict(zip(options.operand_names, operands, strict=True))
+    one_head, gate_rows = named["q"].shape[2] == 1, named["A_log"].shape[0] if "A_log" in named else 1
+    axes = {
+        "b": batch,
+        "r": batch if isinstance(gate_rows, int) and gate_rows > 1 else None,
+        "h": None if one_head else heads,
+        "w": heads,
+    }
+    return lambda name: PartitionSpec(*(axes.get(letter) for letter in _DIMENSIONS[name]))
+
+
 @functools.cache
 def _partitioned(
-    primitive: Primitive, options: Options, H: int, HV: int, per_row_gate: bool
+    primitive: Primitive, options: Options, H: int, HV: int, per_row_gate: bool, devices: int | None
 ) -> Callable[..., tuple[jax.Array, ...]]:
     names = options.operand_names
-    results = ("o", "final_state") if options.output_final_state else ("o",)
-
-    def spec(name: str, batch: Axes, heads: Axes) -> PartitionSpec:
-        letters = _DIMENSIONS[name]
-        if per_row_gate:
-            letters = letters.replace("r", "b")
-        axes = {"b": batch, "h": None if H == 1 else heads, "w": heads}
-        return PartitionSpec(*(axes.get(letter) for letter in letters))
 
     def shardings(mesh: Mesh, operands: Sequence[Any]) -> tuple[Mesh, tuple[NamedSharding, ...], Any]:
-        mesh, specs = _specs(mesh, dict(zip(names, operands, strict=True)))
-        batch, heads = _split(Problem.from_operands(options, operands), specs, dict(mesh.shape))
-        arguments = tuple(NamedSharding(mesh, spec(name, batch, heads)) for name in names)
-        return mesh, arguments, tuple(NamedSharding(mesh, spec(name, batch, heads)) for name in results)
+        mesh, specs = _specs(mesh, dict(zip(names, operands, strict=True)), devices)
+        split = _split(Problem.from_operands(options, operands), specs, dict(mesh.shape))
+        spec = _spec_of(options, operands, *split)
+        arguments = tuple(NamedSharding(mesh, spec(name)) for name in names)
+        return mesh, arguments, tuple(NamedSharding(mesh, spec(name)) for name in options.result_names)
 
     def partition(mesh: Mesh, operands: Sequence[Any], _: Any) -> Any:
-        mesh, arguments, outputs = shardings(mesh, operands)
-        return mesh, call, outputs, arguments
+        mesh, arguments, results = shardings(mesh, operands)
+        return mesh, call, results, arguments
 
     def infer_sharding_from_operands(mesh: Mesh, operands: Sequence[Any], _: Any) -> Any:
         return shardings(mesh, operands)[2]
@@ -122,16 +155,14 @@ def _partitioned(
         return tuple(primitive.bind(*operands, options=options))
 
     wrapped = custom_partitioning(call)
-    rule, factors = _shardy_rule(options, results, H, HV, per_row_gate)
+    rule, factors = _shardy_rule(options, H, HV, per_row_gate)
     wrapped.def_partition(
         partition, infer_sharding_from_operands=infer_sharding_from_operands, sharding_rule=rule, **factors
     )
     return wrapped
 
 
-def _shardy_rule(
-    options: Options, results: Sequence[str], H: int, HV: int, per_row_gate: bool
-) -> tuple[str, dict[str, Any]]:
+def _shardy_rule(options: Options, H: int, HV: int, per_row_gate: bool) -> tuple[str, dict[str, Any]]:
     """The same in Shardy's notation. Value heads are the query/key heads times the group that each serves."""
     group = HV // H
     factors: dict[str, Any] = {"need_replication_factors": tuple("tkvnm")}
@@ -148,17 +179,45 @@ def _shardy_rule(
 
     if H > 1 and group > 1:
         factors["u"] = group
-    text = f"{', '.join(map(term, options.operand_names))} -> {', '.join(map(term, results))}"
+    text = f"{', '.join(map(term, options.operand_names))} -> {', '.join(map(term, options.result_names))}"
     used = tuple(f for f in factors["need_replication_factors"] if f in text)
     return text, factors | {"need_replication_factors": used}
 
 
-def _specs(mesh: Mesh, operands: dict[str, Any]) -> tuple[Mesh, dict[str, Sequence[Axes]]]:
-    """The mesh and the operands' specs. A sharding that names no mesh axes counts as whole."""
-    if mesh.empty:
-        everyone = next(x.sharding.device_set for x in operands.values() if x.sharding is not None)
-        mesh = Mesh(np.array(sorted(everyone, key=lambda device: device.id)), ("devices",))
-    return mesh, {name: _entries(x) for name, x in operands.items()}
+def _specs(
+    mesh: Mesh, operands: dict[str, Any], devices: int | None
+) -> tuple[Mesh, dict[str, Sequence[Axes]]]:
+    """The mesh and the operands' specs.
+
+    Where the partitioner's shardings name no mesh axes (in a `shard_map` over some axes of the mesh only, for
+    one), a mesh is made up here from how often each operand's batch and heads are split; `devices` are then
+    partitioned over.
+    """
+    if not mesh.empty:
+        return mesh, {name: _entries(x) for name, x in operands.items()}
+    everyone = sorted(
+        next(x.sharding.device_set for x in operands.values() if x.sharding is not None), key=lambda d: d.id
+    )
+    everyone = everyone[:devices]
+
+    def shards(dimension: int, most: int) -> int:
+        counts = (_shards(operands[name], dimension) for name in ("q", "k", "v", "g"))
+        return next((count for count in counts if count > 1 and most % count == 0), 1)
+
+    rows = shards(0, len(everyone))
+    heads = shards(2, len(everyone) // rows)
+    mesh = Mesh(np.array(everyone).reshape(rows, heads, -1), ("batch", "heads", "rest"))
+    entries = ("batch" if rows > 1 else None, None, "heads" if heads > 1 else None)
+    return mesh, dict.fromkeys(operands, entries)
+
+
+def _shards(x: Any, dimension: int) -> int:
+    """In how many equal parts this dimension is split; 1 if they are not equal."""
+    try:
+        part = x.sharding.shard_shape(tuple(x.shape))[dimension]
+    except (AttributeError, ValueError):
+        return 1
+    return x.shape[dimension] // part if part else 1
 
 
 def _entries(x: Any) -> Sequence[Axes]:

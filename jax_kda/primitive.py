@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from . import ffi, partitioning, routing
@@ -48,7 +48,8 @@ Arrays = tuple[jax.Array, ...]
 
 def prefill(options: Options, operands: Sequence[jax.Array]) -> Arrays:
     """`(o,)` or `(o, final_state)` of the canonical operands, with every transformation in place."""
-    return _differentiable(options, *_vary_together(operands))
+    call = functools.partial(_differentiable, options)
+    return partitioning.split_explicitly(options, _vary_together(operands), call)
 
 
 # ---- the primitive
@@ -105,16 +106,6 @@ def _cuda_device(ctx: Any) -> routing.Device:
         candidates += jax.local_devices(backend="cuda")
     facts = (ffi.device_facts(device) for device in candidates)
     return next((device for device in facts if device.platform == "cuda"), routing.H200)
-
-
-def _no_forward_mode(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(
-        "kda_prefill has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize, jax.hessian): "
-        "use reverse mode (jax.grad, jax.vjp, jax.jacrev), or differentiate jax_kda.kda_reference."
-    )
-
-
-ad.primitive_jvps[kda_prefill_p] = _no_forward_mode
 
 
 # ---- derivatives
