@@ -8,8 +8,8 @@
 //                      K2: wait full -> products -> empty
 //   barriers         full[s]: one arrival per K1 warp of the group; empty[s]: one per K2 warp
 //
-// A group copies its next chunk's rows before it prepares the present one, so that memory latency is hidden behind a whole preparation (where
-// three stages are all that fits, after it: an earlier copy would wait for a stage that only the other group's next packet frees).
+// A group copies its next chunk's rows in the middle of preparing the present one. Not earlier: the stage they go to is free only when K2 has
+// seen the other group's packet (it starts on a packet before it lets go of the one before), and the groups would take turns.
 // No CTA waits for another one.
 #include "kernels/prepare_bounded.cuh"
 #include "kernels/prepare_unbounded.cuh"
@@ -33,7 +33,6 @@ template <bool kBounded, bool kGatesF32> struct Baseline {
   static constexpr int kConsumerRegisters = 168, kProducerRegisters = kBounded ? 88 : 168;
   static_assert(kConsumerThreads * kConsumerRegisters + (kThreads - kConsumerThreads) * kProducerRegisters <= kThreads * kShare);
   static constexpr int kStages = kBounded ? (kGatesF32 ? 3 : 4) : (kGatesF32 ? 4 : 5);
-  static constexpr bool kCopyAhead = kStages > 3;
 
   static constexpr uint32_t kStageBytes = stage::bytes(kGatesF32);
   static constexpr uint32_t kScratch = kStages * kStageBytes;
@@ -92,19 +91,14 @@ __global__ void __launch_bounds__(Baseline<kBounded, kGatesF32>::kThreads, 1) ba
     for (int chunk = group; chunk < chunks; chunk += L::kGroups) {
       const int token = chunk * kChunk + lane;
       const float beta = token < task.tokens ? write_strength(load_beta(a, task, token), a.beta_mode) : 0.f;
-      if constexpr (L::kCopyAhead) {
-        load(chunk + L::kGroups);
-        copies_wait<1>();
-      } else {
-        copies_wait<0>();
-      }
+      copies_wait<0>();
       sync_group(context.barrier, L::kGroupThreads);
       const int slot = chunk % L::kStages;
-      L::Prepare::run(context, base + slot * L::kStageBytes, task.tokens - chunk * kChunk, beta, (chunk / L::kGroups) & 3);
+      L::Prepare::run(context, base + slot * L::kStageBytes, task.tokens - chunk * kChunk, beta, (chunk / L::kGroups) & 3,
+                      [&] { load(chunk + L::kGroups); });
       fence_async_shared();
       sync_warp();
       if (lane == 0) barrier_arrive(base + L::kFull + 8 * slot);
-      if constexpr (!L::kCopyAhead) load(chunk + L::kGroups);
     }
   } else {
     if constexpr (L::kConsumerRegisters > L::kShare) take_registers<L::kConsumerRegisters>();

@@ -19,6 +19,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "gate.cuh"
 #include "inverse.cuh"
@@ -40,11 +41,13 @@ template <bool kGatesF32> struct PrepareBounded {
   static constexpr uint32_t kTiles = kFactors + 512;         // -L: [10 tiles][32 lanes] 2 f32
   static constexpr uint32_t kScratchBytes = kTiles + 10 * 256;
 
-  static KDA_DEVICE void run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int turn);
+  template <class CopyNext>
+  static KDA_DEVICE void run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int turn, CopyNext copy_next);
 };
 
 template <bool kGatesF32>
-KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int turn) {
+template <class CopyNext>
+KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int turn, CopyNext copy_next) {
   const int lane = int(opaque(c.lane)), g = lane >> 2, t = lane & 3, w = c.warp;
   const int panel = w & 1, block = w >> 1;
   const uint32_t scratch = opaque(c.scratch);
@@ -88,7 +91,7 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const float y = log_decay<true>(raw[e], e ? bias.y : bias.x, c.gate);
-        if (i < left) total[e] += y;  // a tail's tokens do not decay
+        total[e] += i < left ? y : 0.f;  // a tail's tokens do not decay
         sum[i][e] = total[e];
       }
     }
@@ -110,35 +113,40 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
     const uint32_t columns = scratch + kColumns + panel * kPanel + block * 2048;
     const uint32_t rows = scratch + kRows + panel * kPanel, across = scratch + kAcross + panel * 2048;
     auto store_pair = [](uint32_t at, float x, float y) { store_shared_word(at, pack_bf16(x, y)); };
+    auto scale_rows = [&](auto first_block) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const uint32_t at = i * 128 + (pair ^ (i & 7) << 4);
-      const uint32_t kw = bits(load_shared(packet + at)), qw = bits(load_shared(packet + stage::kQueryRows + at));
-      const float2 factor = load_shared2(scratch + kFactors + (block * 16 + i) * 16);
-      float k[2] = {low_bf16(kw) * factor.x, high_bf16(kw) * factor.x}, q[2] = {low_bf16(qw) * factor.y, high_bf16(qw) * factor.y};
-      float up[2], down[2];
+      for (int i = 0; i < 16; ++i) {
+        const uint32_t at = i * 128 + (pair ^ (i & 7) << 4);
+        const uint32_t kw = bits(load_shared(packet + at)), qw = bits(load_shared(packet + stage::kQueryRows + at));
+        const float2 factor = load_shared2(scratch + kFactors + (block * 16 + i) * 16);
+        const float k[2] = {low_bf16(kw) * factor.x, high_bf16(kw) * factor.x}, q[2] = {low_bf16(qw) * factor.y, high_bf16(qw) * factor.y};
+        float up[2], down[2];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) up[e] = exp2_approx(sum[i][e]), down[e] = k[e] * exp2_approx(-sum[i][e]);
-      store_pair(columns + at, down[0], down[1]);
+        for (int e = 0; e < 2; ++e) up[e] = exp2_approx(sum[i][e]), down[e] = k[e] * exp2_approx(-sum[i][e]);
+        store_pair(columns + at, down[0], down[1]);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) down[e] *= end[e];
-      if (block == 0) {
-        store_pair(packet + at, -k[0] * up[0], -k[1] * up[1]);
-        store_pair(packet + stage::kQueryRows + at, q[0] * up[0], q[1] * up[1]);
-        store_pair(across + at, down[0], down[1]);
-        store_pair(kr + at, down[0] * other[0], down[1] * other[1]);
-      } else {
-        store_pair(rows + at, -k[0] * up[0], -k[1] * up[1]);
-        store_pair(rows + 2048 + at, q[0] * up[0], q[1] * up[1]);
+        for (int e = 0; e < 2; ++e) down[e] *= end[e];
+        if constexpr (first_block.value) {
+          store_pair(packet + at, -k[0] * up[0], -k[1] * up[1]);
+          store_pair(packet + stage::kQueryRows + at, q[0] * up[0], q[1] * up[1]);
+          store_pair(across + at, down[0], down[1]);
+          store_pair(kr + at, down[0] * other[0], down[1] * other[1]);
+        } else {
+          store_pair(rows + at, -k[0] * up[0], -k[1] * up[1]);
+          store_pair(rows + 2048 + at, q[0] * up[0], q[1] * up[1]);
 #pragma unroll
-        for (int e = 0; e < 2; ++e) up[e] *= other[e];
-        store_pair(packet + at, -k[0] * up[0], -k[1] * up[1]);
-        store_pair(packet + stage::kQueryRows + at, q[0] * up[0], q[1] * up[1]);
-        store_pair(kr + at, down[0], down[1]);
+          for (int e = 0; e < 2; ++e) up[e] *= other[e];
+          store_pair(packet + at, -k[0] * up[0], -k[1] * up[1]);
+          store_pair(packet + stage::kQueryRows + at, q[0] * up[0], q[1] * up[1]);
+          store_pair(kr + at, down[0], down[1]);
+        }
       }
-    }
+    };
+    if (block == 0) scale_rows(std::true_type());
+    else scale_rows(std::false_type());
   }
   sync_group(c.barrier, kWarps * 32);
+  copy_next();
 
   // ---- 3. rows 8 w ... of L and M: tiles [column], [0..1] of -L / beta, [2..3] of M
   float tiles[4][4];

@@ -41,14 +41,16 @@ template <bool kGatesF32> struct PrepareUnbounded {
     return kGatesF32 ? stage + stage::kGatesF32 + (which == 0 ? 2 * kPanel : 0) : scratch + kSquares + which * kSquaresBytes;
   }
 
-  static KDA_DEVICE void run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int turn);
+  template <class CopyNext>
+  static KDA_DEVICE void run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int turn, CopyNext copy_next);
 };
 
 // The block of 16 tokens x 16 channels of one lane: element 4 n + 2 h + e is (token 8 h + g, channel 8 n + 2 t + e).
 using Block = float[8];
 
 template <bool kGatesF32>
-KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int /*turn*/) {
+template <class CopyNext>
+KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int /*turn*/, CopyNext copy_next) {
   constexpr uint32_t kUnit = 0x1000, kMinusUnit = 0x9000;  // f16 +-2^-11: undoes kGateUnit inside the running sums
   const int lane = int(opaque(c.lane)), g = lane >> 2, t = lane & 3;
   const uint32_t scratch = opaque(c.scratch);
@@ -313,6 +315,7 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
     if (c.warp != 1) store_shared2(slot(1, c.warp == 0 ? 0 : c.warp - 1), acc[i][2], acc[i][3]);
   }
   sync_group(c.barrier, kWarps * 32);
+  copy_next();
 
   LowerTiles sum;
 #pragma unroll

@@ -120,24 +120,27 @@ KDA_DEVICE void load_rows(const PrefillArgs& a, const Task& k, uint32_t stage, i
   const char *key = static_cast<const char*>(a.k) + key_at, *query = static_cast<const char*>(a.q) + key_at;
   const char* value = static_cast<const char*>(a.v) + value_at;
   const char* gate = static_cast<const char*>(a.g) + (kGatesF32 ? 2 * value_at - unit * 16 : value_at);
-#pragma unroll 4
-  for (int row = first; row < kChunk; row += kThreads / 16) {
-    const bool valid = row < left;
-    const uint32_t at = panel_unit(row, unit & 7), panel = unit >> 3;
-    const uint32_t kq = stage + stage::kKeyQuery + panel * stage::kKeyQueryPanel + at;
-    copy16_or_zero(kq, key, valid);
-    copy16_or_zero(kq + stage::kQueryRows, query, valid);
-    copy16_or_zero(stage + stage::kValues + panel * kPanel + at, value, valid);
-    if constexpr (kGatesF32) {
-      copy16_or_zero(stage + stage::kGatesF32 + panel * kPanel + at, gate, valid);
-      copy16_or_zero(stage + stage::kGatesF32 + (2 + panel) * kPanel + at, gate + 256, valid);
-      gate += 2 * value_step * (kThreads / 16);
-    } else {
-      copy16_or_zero(stage + stage::kKr + panel * kPanel + at, gate, valid);
-      gate += value_step * (kThreads / 16);
+  const uint32_t panel = unit >> 3, at = panel_unit(first, unit & 7);  // row first + 8 i is 1024 i bytes further: the swizzle repeats
+  const uint32_t to_key = stage + stage::kKeyQuery + panel * stage::kKeyQueryPanel + at, to_value = stage + stage::kValues + panel * kPanel + at;
+  const uint32_t to_gate = stage + (kGatesF32 ? stage::kGatesF32 : stage::kKr) + panel * kPanel + at;
+  constexpr int kRows = kThreads / 16;
+  static_assert(kRows % 8 == 0 || kRows == 4);
+  auto copy = [&](auto whole) {
+#pragma unroll
+    for (int i = 0; i < kChunk / kRows; ++i) {
+      const bool valid = whole.value || first + i * kRows < left;
+      // with four rows a pass, every second pass falls on the other half of the swizzle
+      const uint32_t down = kRows == 4 ? (i >> 1) * 1024 + (i & 1) * 512 : i * kRows * 128, flip = kRows == 4 ? (i & 1) << 6 : 0;
+      copy16_or_zero<whole.value>((to_key ^ flip) + down, key, valid);
+      copy16_or_zero<whole.value>((to_key ^ flip) + down + stage::kQueryRows, query, valid);
+      copy16_or_zero<whole.value>((to_value ^ flip) + down, value, valid);
+      copy16_or_zero<whole.value>((to_gate ^ flip) + down, gate, valid);
+      if constexpr (kGatesF32) copy16_or_zero<whole.value>((to_gate ^ flip) + down + 2 * kPanel, gate + 256, valid);
+      key += key_step * kRows, query += key_step * kRows, value += value_step * kRows, gate += (kGatesF32 ? 2 : 1) * value_step * kRows;
     }
-    key += key_step * (kThreads / 16), query += key_step * (kThreads / 16), value += value_step * (kThreads / 16);
-  }
+  };
+  if (left >= kChunk) copy(std::true_type());
+  else copy(std::false_type());
 }
 
 }  // namespace jax_kda
