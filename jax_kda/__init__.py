@@ -5,7 +5,7 @@
 `explain_route` says which implementation a call takes and why; `status` what the compiled extension brought.
 """
 
-from .api import explain_route, kda_decode, kda_prefill
+from .api import explain_route, export_checks, kda_decode, kda_prefill
 from .contract import check_cu_seqlens
 from .ffi import status
 from .reference import kda_reference
@@ -15,6 +15,7 @@ __all__ = [
     "Route",
     "check_cu_seqlens",
     "explain_route",
+    "export_checks",
     "kda_decode",
     "kda_prefill",
     "kda_reference",

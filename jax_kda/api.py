@@ -13,7 +13,7 @@ from . import contract, ffi, partitioning, routing
 from .contract import GateMode, Options
 from .primitive import prefill
 
-__all__ = ["explain_route", "kda_decode", "kda_prefill"]
+__all__ = ["explain_route", "export_checks", "kda_decode", "kda_prefill"]
 
 
 def kda_prefill(
@@ -178,9 +178,21 @@ def explain_route(
     return routing.choose(partitioning.local_problem(problem, named), _device(device, q), ffi.build())
 
 
+def export_checks() -> list[Any]:
+    """What `jax.export` must be told to let the CUDA kernels into an artifact::
+
+        jax.export.export(f, platforms=["cpu", "cuda"], disabled_checks=jax_kda.export_checks())(*args)
+
+    The process that runs the artifact needs `import jax_kda` first: kernels are found by their versioned name.
+    """
+    from jax import export  # imported late: most programs never export
+
+    return [export.DisabledSafetyCheck.custom_call(ffi.PREFILL_TARGET)]
+
+
 def _typed(x: Any) -> jax.ShapeDtypeStruct:
-    sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    typed = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(typed, "sharding", None))
 
 
 def _device(device: Any, q: Any) -> routing.Device:

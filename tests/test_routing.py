@@ -1,0 +1,183 @@
+"""Routing as pure functions: which route, which reason, which refusal."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from jax_kda import contract, regions, routing
+from jax_kda.contract import GateMode, Options, Problem
+from jax_kda.regions import Region
+from jax_kda.routing import CPU, H200, Build, Device, Route, choose
+
+BUILD = Build(cuda=True, architectures=("90a", "100a", "103a"))
+B200 = Device("cuda", "NVIDIA B200", (10, 0), 148)
+OPTIONS = Options(scale=128**-0.5, gate=GateMode.SAFE, lower_bound=-5.0)
+PROBLEM = Problem(OPTIONS, 1, 8192, 8, 8, 128, 128, 1, "bfloat16", "bfloat16", "float32", "float32")
+
+
+def problem(route="auto", **changes):
+    return dataclasses.replace(PROBLEM, options=dataclasses.replace(OPTIONS, route=route), **changes)
+
+
+@pytest.mark.parametrize("device", [H200, B200, dataclasses.replace(B200, compute_capability=(10, 3))])
+def test_the_baseline_serves_the_whole_contract_at_128(device):
+    for changes in (
+        {},
+        {"g_dtype": "float32", "beta_dtype": "bfloat16"},
+        {"initial_state_dtype": "bfloat16"},
+        {"HV": 16},
+        {"N": 7},
+        {"T": 0},
+        {"B": 0},
+    ):
+        decision = choose(problem(**changes), device, BUILD)
+        assert decision.route is Route.BASELINE_M128
+        assert "no other route was measured faster" in decision.reason
+        assert decision.workspace_bytes == 0
+        assert decision.refused == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "build", "reason"),
+    [
+        ({"dtype": "float32"}, H200, BUILD, "it takes bfloat16 q, k and v, and these are float32"),
+        ({"dtype": "float16"}, H200, BUILD, "it takes bfloat16 q, k and v, and these are float16"),
+        ({"K": 64}, H200, BUILD, "it takes heads of K = V = 128, and these are K = 64, V = 128"),
+        ({"V": 256}, H200, BUILD, "it takes heads of K = V = 128, and these are K = 128, V = 256"),
+        ({}, CPU, BUILD, "it needs a CUDA device, and this call is for cpu"),
+        ({}, Device("tpu", "TPU v5e"), BUILD, "it needs a CUDA device, and this call is for tpu"),
+        ({}, H200, Build(False, reason="not installed"), "the CUDA extension is not there: not installed"),
+        (
+            {},
+            Device("cuda", "NVIDIA A100", (8, 0), 108),
+            BUILD,
+            "this build holds code for sm_90a, sm_100a, sm_103a, and the device is NVIDIA A100 "
+            "(compute capability 8.0, 108 SMs)",
+        ),
+        ({}, Device("cuda", "unknown GPU"), BUILD, "and the device is unknown GPU"),
+    ],
+)
+def test_what_no_kernel_serves_takes_xla_and_says_why(changes, device, build, reason):
+    decision = choose(problem(**changes), device, build)
+    assert decision.route is Route.XLA
+    assert reason in decision.reason
+    assert dict(decision.refused)[Route.BASELINE_M128] == decision.reason
+    with pytest.raises(ValueError, match="route: got 'baseline_m128', but ") as caught:
+        choose(problem("baseline_m128", **changes), device, build)
+    assert reason in str(caught.value)
+    assert "allowed here: 'auto', 'xla'" in str(caught.value)
+
+
+def test_forced_routes():
+    for route in Route:
+        decision = choose(problem(route.value), H200, BUILD)
+        assert (decision.route, decision.reason) == (route, "asked for by route=")
+
+
+def test_symbolic_sizes_take_the_baseline():
+    B, T = jax.export.symbolic_shape("b, t")
+    decision = choose(problem(B=B, T=T), H200, BUILD, (region(),))
+    assert decision.route is Route.BASELINE_M128
+    assert "symbolic" in decision.reason
+    assert choose(problem(B=B, dtype="float32"), H200, BUILD).route is Route.XLA
+
+
+def region(**changes):
+    row = Region(Route.XLA.value, (9, 0), tasks=(1, 16), tokens=(4096, 65536), provenance="a test, 2x")
+    return dataclasses.replace(row, **changes)
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "inside"),
+    [
+        (region(), {}, True),
+        (region(), {"HV": 16}, True),
+        (region(), {"HV": 24}, False),
+        (region(), {"B": 2, "HV": 16}, False),
+        (region(), {"N": 4}, False),
+        (region(), {"T": 4095}, False),
+        (region(), {"T": 65537}, False),
+        (region(compute_capability=(10, 0)), {}, False),
+    ],
+)
+def test_regions(row, changes, inside):
+    decision = choose(problem(**changes), H200, BUILD, (row,))
+    assert (decision.route is Route.XLA) == inside
+    if inside:
+        assert decision.reason == "measured fastest here (a test, 2x)"
+
+
+def test_a_region_cannot_pick_a_route_that_cannot_run():
+    row = region(route=Route.BASELINE_M128.value)
+    assert choose(problem(K=64), H200, BUILD, (row,)).route is Route.XLA
+
+
+def test_every_measured_region_is_well_formed():
+    for row in regions.REGIONS:
+        assert row.route in set(Route)
+        assert row.tasks[0] <= row.tasks[1]
+        assert row.tokens[0] <= row.tokens[1]
+        assert row.provenance
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "runs"),
+    [
+        (("90a",), (9, 0), True),
+        (("90a",), (9, 1), False),
+        (("90",), (9, 1), True),
+        (("90",), (10, 0), False),
+        (("100a", "103a"), (10, 3), True),
+        (("100a",), (10, 3), False),
+        (("100f",), (10, 0), True),
+        ((), (9, 0), False),
+    ],
+)
+def test_architectures(architectures, capability, runs):
+    assert Build(True, architectures).has_code_for(capability) == runs
+
+
+def test_decisions_print_well():
+    text = str(choose(problem(N=3), H200, BUILD))
+    assert text.splitlines()[0] == "route      baseline_m128"
+    for part in (
+        "NVIDIA H200 (compute capability 9.0, 132 SMs)",
+        "B=1 T=8192 H=8 HV=8 K=128 V=128",
+        "0 bytes",
+    ):
+        assert part in text
+    text = str(choose(problem(dtype="float32"), CPU, BUILD))
+    assert "not baseline_m128  it needs a CUDA device" in text
+    assert "workspace" not in text
+
+
+@pytest.mark.parametrize("name", ["auto", "xla", Route.BASELINE_M128])
+def test_route_names(name):
+    assert type(routing.route_name(name)) is str
+    assert routing.route_name(name) == name
+
+
+def test_bad_route_names():
+    with pytest.raises(
+        ValueError, match=r"route: got 'fast'; allowed: 'auto', 'xla', 'baseline_m128'\. Note: 'auto'"
+    ):
+        routing.route_name("fast")
+    with pytest.raises(TypeError, match="route: got int; allowed: 'auto', 'xla'"):
+        routing.route_name(1)
+
+
+def test_problem_of_operands_is_that_of_the_call():
+    shapes = [
+        (2, 7, 2, 128),
+        (2, 7, 2, 128),
+        (2, 7, 4, 128),
+        (2, 7, 4, 128),
+        (2, 7, 4),
+        (1, 4),
+        (2, 3, 4, 128, 128),
+    ]
+    options = Options(1.0, gate=GateMode.SOFTPLUS, has_initial_state=True, packed=True)
+    operands = [jax.ShapeDtypeStruct(shape, "float32") for shape in [*shapes, (2, 4)]]
+    found = contract.Problem.from_operands(options, operands)
+    assert found == Problem(options, 2, 7, 2, 4, 128, 128, 3, "float32", "float32", "float32", "float32")
