@@ -9,7 +9,8 @@
 //   barriers         full[s]: one arrival per K1 warp of the group; empty[s]: one per K2 warp
 //
 // A group copies its next chunk's rows in the middle of preparing the present one. Not earlier: the stage they go to is free only when K2 has
-// seen the other group's packet (it starts on a packet before it lets go of the one before), and the groups would take turns.
+// seen the other group's packet (it starts on a packet before it lets go of the one before), and the groups would take turns. With three stages
+// it waits for the group's own packet: there the copy comes after it.
 // No CTA waits for another one.
 #include "kernels/prepare_bounded.cuh"
 #include "kernels/prepare_unbounded.cuh"
@@ -33,6 +34,8 @@ template <bool kBounded, bool kGatesF32> struct Baseline {
   static constexpr int kConsumerRegisters = 168, kProducerRegisters = kBounded ? 88 : 168;
   static_assert(kConsumerThreads * kConsumerRegisters + (kThreads - kConsumerThreads) * kProducerRegisters <= kThreads * kShare);
   static constexpr int kStages = kBounded ? (kGatesF32 ? 3 : 4) : (kGatesF32 ? 4 : 5);
+
+  static constexpr bool kCopyAhead = kStages > kGroups + 1;
 
   static constexpr uint32_t kStageBytes = stage::bytes(kGatesF32);
   static constexpr uint32_t kScratch = kStages * kStageBytes;
@@ -74,7 +77,7 @@ __global__ void __launch_bounds__(Baseline<kBounded, kGatesF32>::kThreads, 1) ba
     if constexpr (L::kProducerRegisters < L::kShare) give_registers<L::kProducerRegisters>();
     const int producer = warp - L::kConsumers * 4, group = producer / L::Prepare::kWarps, member = producer % L::Prepare::kWarps;
     const PrepareContext context = {gate, a.scale, a.l2norm, base + L::kBias, base + L::kScratch + group * L::Prepare::kScratchBytes,
-                                    1 + group, member, lane};
+                                    1 + group, 1 + L::kGroups + group, member, lane};
     const int chunks = (task.tokens + kChunk - 1) / kChunk;
     auto load = [&](int chunk) {
       if (chunk < chunks) {
@@ -95,10 +98,11 @@ __global__ void __launch_bounds__(Baseline<kBounded, kGatesF32>::kThreads, 1) ba
       sync_group(context.barrier, L::kGroupThreads);
       const int slot = chunk % L::kStages;
       L::Prepare::run(context, base + slot * L::kStageBytes, task.tokens - chunk * kChunk, beta, (chunk / L::kGroups) & 3,
-                      [&] { load(chunk + L::kGroups); });
+                      [&] { if constexpr (L::kCopyAhead) load(chunk + L::kGroups); });
       fence_async_shared();
       sync_warp();
       if (lane == 0) barrier_arrive(base + L::kFull + 8 * slot);
+      if constexpr (!L::kCopyAhead) load(chunk + L::kGroups);
     }
   } else {
     if constexpr (L::kConsumerRegisters > L::kShare) take_registers<L::kConsumerRegisters>();

@@ -17,6 +17,7 @@ struct PrepareContext {
   uint32_t bias;     // shared: dt_bias * gate.slope, [128] f32
   uint32_t scratch;  // shared: of this group
   int barrier;       // named barrier of this group
+  int tiles_barrier;  // another one
   int warp;          // within the group
   int lane;
 };

@@ -194,11 +194,12 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
     if (i <= w) store_shared2(scratch + kTiles + ((w * (w + 1) / 2 + i) * 32 + lane) * 8, tiles[i][0], tiles[i][1]);
   }
   store_tiles(stage + stage::kM + square_unit(w * 8 + (lane & 7), lane >> 3), m[0], m[1], m[2], m[3]);
+  // A barrier of its own: the three that only arrive may reach the next chunk's barriers before the fourth comes here.
   if (turn != w) {
-    arrive_group(c.barrier, kWarps * 32);
+    arrive_group(c.tiles_barrier, kWarps * 32);
     return;
   }
-  sync_group(c.barrier, kWarps * 32);
+  sync_group(c.tiles_barrier, kWarps * 32);
 
   // ---- 4. A
   LowerTiles n;
