@@ -30,13 +30,13 @@ def call(
     """kda_prefill's keyword arguments. `gate` is "log", "softplus" or "safe"; `lengths` packs the one row."""
     random = np.random.default_rng(seed)
 
-    def normal(*shape: int, dtype: str = dtype) -> np.ndarray:
+    def normal(*shape: int, dtype: str = dtype, scale: float = 1.0) -> np.ndarray:
         kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-        return random.standard_normal(shape).astype(kind)
+        return (scale * random.standard_normal(shape)).astype(kind)
 
     arguments: dict[str, Any] = {
-        "q": normal(B, T, H, K) * 0.5,
-        "k": normal(B, T, H, K) * 0.5,
+        "q": normal(B, T, H, K, scale=0.5),
+        "k": normal(B, T, H, K, scale=0.5),
         "v": normal(B, T, HV, V),
         "g": normal(B, T, HV, K, dtype=g_dtype),
         "beta": 1 / (1 + np.exp(-normal(B, T, HV, dtype="float32"))),
@@ -44,7 +44,7 @@ def call(
     if gate == "log":
         arguments["g"] = -abs(arguments["g"])
     else:
-        arguments |= {"use_gate_in_kernel": True, "A_log": normal(HV, dtype="float32") * 0.5}
+        arguments |= {"use_gate_in_kernel": True, "A_log": normal(HV, dtype="float32", scale=0.5)}
         if bias:
             arguments["dt_bias"] = normal(HV, K, dtype="float32")
     if gate == "safe":
