@@ -42,7 +42,8 @@ template <bool kBounded, bool kGatesF32> struct Baseline {
   static constexpr uint32_t kStaging = kScratch + kGroups * Prepare::kScratchBytes;  // 1 KB a K2 warp
   static constexpr uint32_t kOnes = kStaging + kConsumers * 4 * 1024;
   static constexpr uint32_t kBias = kOnes + kHeadDim * 4;
-  static constexpr uint32_t kFull = kBias + kHeadDim * 4;
+  static constexpr uint32_t kRows = kBias + kHeadDim * 4;  // where the task's rows lie
+  static constexpr uint32_t kFull = kRows + 16;
   static constexpr uint32_t kEmpty = kFull + kStages * 8;
   static constexpr uint32_t kBytes = kEmpty + kStages * 8;
   static_assert(kBytes <= 232448, "more shared memory than a CTA can have");
@@ -65,6 +66,7 @@ __global__ void __launch_bounds__(Baseline<kBounded, kGatesF32>::kThreads, 1) ba
     store_shared(base + L::kOnes + thread * 4, 1.f);
   }
   if (thread == 0) {
+    put_rows(base + L::kRows, a, task);
     for (int s = 0; s < L::kStages; ++s) {
       barrier_init(base + L::kFull + 8 * s, L::Prepare::kWarps);
       barrier_init(base + L::kEmpty + 8 * s, L::kConsumers * 4);
@@ -78,26 +80,28 @@ __global__ void __launch_bounds__(Baseline<kBounded, kGatesF32>::kThreads, 1) ba
     const int producer = warp - L::kConsumers * 4, group = producer / L::Prepare::kWarps, member = producer % L::Prepare::kWarps;
     const PrepareContext context = {gate, a.scale, a.l2norm, base + L::kBias, base + L::kScratch + group * L::Prepare::kScratchBytes,
                                     1 + group, 1 + L::kGroups + group, member, lane};
-    const int chunks = (task.tokens + kChunk - 1) / kChunk;
+    const int tokens = task.tokens, chunks = (tokens + kChunk - 1) / kChunk;
+    uint32_t raw_beta = 0;  // of token `lane` of the chunk whose rows are on their way
     auto load = [&](int chunk) {
       if (chunk < chunks) {
         const int slot = chunk % L::kStages, turn = chunk / L::kStages;
         if (turn > 0) barrier_wait(base + L::kEmpty + 8 * slot, (turn - 1) & 1);
-        load_rows<kGatesF32, L::kGroupThreads>(a, task, base + slot * L::kStageBytes, chunk, member * 32 + lane);
+        load_rows<kGatesF32, L::kGroupThreads>(a, base + L::kRows, base + slot * L::kStageBytes, chunk, tokens, member * 32 + lane);
       }
       copies_commit();
+      const int token = chunk * kChunk + lane;
+      if (token < tokens) raw_beta = load_raw_beta(a, get_rows(base + L::kRows), token);
     };
 
     load(group);
     zero_outside(a, task, producer * 32 + lane, L::kGroups * L::kGroupThreads);
 #pragma unroll 1
     for (int chunk = group; chunk < chunks; chunk += L::kGroups) {
-      const int token = chunk * kChunk + lane;
-      const float beta = token < task.tokens ? write_strength(load_beta(a, task, token), a.beta_mode) : 0.f;
+      const float beta = chunk * kChunk + lane < tokens ? write_strength(beta_value(raw_beta, a.beta_dtype), a.beta_mode) : 0.f;
       copies_wait<0>();
       sync_group(context.barrier, L::kGroupThreads);
       const int slot = chunk % L::kStages;
-      L::Prepare::run(context, base + slot * L::kStageBytes, task.tokens - chunk * kChunk, beta, (chunk / L::kGroups) & 3,
+      L::Prepare::run(context, base + slot * L::kStageBytes, tokens - chunk * kChunk, beta, (chunk / L::kGroups) & 3,
                       [&] { if constexpr (L::kCopyAhead) load(chunk + L::kGroups); });
       fence_async_shared();
       sync_warp();

@@ -19,7 +19,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "gate.cuh"
 #include "inverse.cuh"
@@ -33,11 +32,11 @@ namespace jax_kda {
 template <bool kGatesF32> struct PrepareBounded {
   static constexpr int kWarps = 4;
   // Scratch of one group, bytes from its start. Panels as in the packet: 64 channels, rows of 128 bytes, 128-byte swizzle.
-  static constexpr uint32_t kRows = 0;                       // block 1's rows: [2 panels][16 of k, 16 of q]
+  static constexpr uint32_t kRows = 0;                       // block 1's rows: [k, q][2 panels][16]; q as far behind k as in the packet
   static constexpr uint32_t kColumns = kRows + 2 * kPanel;   // columns within blocks: [2 panels][32]
   static constexpr uint32_t kAcross = kColumns + 2 * kPanel;  // block 0's columns for block 1's rows: [2 panels][16]
   static constexpr uint32_t kTotals = kAcross + kPanel;      // running sums at the blocks' ends, base 2: [2 blocks][128] f32
-  static constexpr uint32_t kFactors = kTotals + 1024;       // [32 tokens] 1/|k|, scale / |q|, M's diagonal, unused
+  static constexpr uint32_t kFactors = kTotals + 1024;       // [32 tokens] 1/|k|, scale / |q|, M's diagonal, beta
   static constexpr uint32_t kTiles = kFactors + 512;         // -L: [10 tiles][32 lanes] 2 f32
   static constexpr uint32_t kScratchBytes = kTiles + 10 * 256;
 
@@ -54,21 +53,30 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
   // Byte offset of this lane's channel pair in row 0 of a panel; row r's is this ^ (r & 7) << 4, plus 128 r.
   const uint32_t pair = (lane >> 2) << 4 | (lane & 3) << 2;
 
+  // Loads from shared memory stand before the arithmetic that hides them: the compiler keeps their order.
+
   // ---- 1. norms of tokens 8 w ..., as diagonals of small products
   {
     const uint32_t quad = stage + stage::kKeyQuery + ((lane >> 3) & 1) * stage::kQueryRows + panel_unit(lane & 7, lane >> 4) + w * 1024;
-    float gram_k[4] = {0.f, 0.f, 0.f, 0.f}, gram_q[4] = {0.f, 0.f, 0.f, 0.f};
+    float gram_k[2][4], gram_q[2][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) gram_k[0][i] = gram_k[1][i] = gram_q[0][i] = gram_q[1][i] = 0.f;
+    uint32_t f[8][4];  // {k, q} x {channels 0-7, 8-15}: rows 0-7 are k's, rows 8-15 q's
+#pragma unroll
+    for (int s = 0; s < 8; ++s) load_tiles(f[s], (quad ^ ((s & 3) << 5)) + (s >> 2) * stage::kKeyQueryPanel);
 #pragma unroll
     for (int s = 0; s < 8; ++s) {
-      uint32_t f[4];  // {k, q} x {channels 0-7, 8-15}: rows 0-7 are k's, rows 8-15 q's
-      load_tiles(f, (quad ^ ((s & 3) << 5)) + (s >> 2) * stage::kKeyQueryPanel);
-      mma_bf16(gram_k, f, f[0], f[2]);
-      mma_bf16(gram_q, f, f[1], f[3]);
+      mma_bf16(gram_k[s & 1], f[s], f[s][0], f[s][2]);
+      mma_bf16(gram_q[s & 1], f[s], f[s][1], f[s][3]);
     }
+    const float strength = shuffle(beta, w * 8 + g);
     if (t == (g >> 1)) {
-      const float kk = g & 1 ? gram_k[1] : gram_k[0], qk = g & 1 ? gram_k[3] : gram_k[2], qq = g & 1 ? gram_q[3] : gram_q[2];
+      const int odd = g & 1;
+      const float kk = odd ? gram_k[0][1] + gram_k[1][1] : gram_k[0][0] + gram_k[1][0];
+      const float qk = odd ? gram_k[0][3] + gram_k[1][3] : gram_k[0][2] + gram_k[1][2];
+      const float qq = odd ? gram_q[0][3] + gram_q[1][3] : gram_q[0][2] + gram_q[1][2];
       const float rk = c.l2norm ? rsqrt_approx(kk + 1e-6f) : 1.f, rq = c.scale * (c.l2norm ? rsqrt_approx(qq + 1e-6f) : 1.f);
-      store_shared4(scratch + kFactors + (w * 8 + g) * 16, {rk, rq, qk * rk * rq, 0.f});
+      store_shared4(scratch + kFactors + (w * 8 + g) * 16, {rk, rq, qk * rk * rq, strength});
     }
   }
   // log decays (base 2) and their running sums, of tokens 16 block ... and this lane's two channels
@@ -76,18 +84,19 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
   {
     const int channel = panel * 64 + lane * 2, left = tokens - block * 16;
     const float2 bias = load_shared2(c.bias + channel * 4);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if constexpr (kGatesF32) {  // four panels of 32 channels
+        const float2 x = load_shared2(stage + stage::kGatesF32 + (panel * 2 + (lane >> 4)) * kPanel + panel_unit(block * 16 + i, (lane >> 1) & 7) + (lane & 1) * 8);
+        sum[i][0] = x.x, sum[i][1] = x.y;
+      } else {
+        sum[i][0] = load_shared(stage + stage::kKr + panel * kPanel + block * 2048 + i * 128 + (pair ^ (i & 7) << 4));
+      }
+    }
     float total[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const int row = block * 16 + i;
-      float raw[2];
-      if constexpr (kGatesF32) {  // four panels of 32 channels
-        const float2 x = load_shared2(stage + stage::kGatesF32 + (panel * 2 + (lane >> 4)) * kPanel + panel_unit(row, (lane >> 1) & 7) + (lane & 1) * 8);
-        raw[0] = x.x, raw[1] = x.y;
-      } else {
-        const uint32_t x = bits(load_shared(stage + stage::kKr + panel * kPanel + row * 128 + (pair ^ (i & 7) << 4)));
-        raw[0] = low_bf16(x), raw[1] = high_bf16(x);
-      }
+      const float raw[2] = {kGatesF32 ? sum[i][0] : low_bf16(bits(sum[i][0])), kGatesF32 ? sum[i][1] : high_bf16(bits(sum[i][0]))};
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const float y = log_decay<true>(raw[e], e ? bias.y : bias.x, c.gate);
@@ -111,39 +120,58 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
     const uint32_t packet = stage + stage::kKeyQuery + panel * stage::kKeyQueryPanel + block * 2048;
     const uint32_t kr = stage + stage::kKr + panel * kPanel + block * 2048;
     const uint32_t columns = scratch + kColumns + panel * kPanel + block * 2048;
-    const uint32_t rows = scratch + kRows + panel * kPanel, across = scratch + kAcross + panel * 2048;
+    const uint32_t rows = scratch + kRows + panel * 2048, across = scratch + kAcross + panel * 2048;
     auto store_pair = [](uint32_t at, float x, float y) { store_shared_word(at, pack_bf16(x, y)); };
-    auto scale_rows = [&](auto first_block) {
+    // Both blocks run the same code (what the instruction cache holds is short): rows scaled within the block go to the packet (block 0) or to
+    // scratch (block 1), and Kr is the block's own suffix times what follows it.
+    const uint32_t local = block == 0 ? packet : rows;
+    constexpr int kBatch = 2;
+    uint32_t kw[2][kBatch], qw[2][kBatch];
+    float2 factor[2][kBatch];
+    auto fetch = [&](int batch) {
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
+      for (int j = 0; j < kBatch; ++j) {
+        const int i = batch * kBatch + j;
         const uint32_t at = i * 128 + (pair ^ (i & 7) << 4);
-        const uint32_t kw = bits(load_shared(packet + at)), qw = bits(load_shared(packet + stage::kQueryRows + at));
-        const float2 factor = load_shared2(scratch + kFactors + (block * 16 + i) * 16);
-        const float k[2] = {low_bf16(kw) * factor.x, high_bf16(kw) * factor.x}, q[2] = {low_bf16(qw) * factor.y, high_bf16(qw) * factor.y};
-        float up[2], down[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) up[e] = exp2_approx(sum[i][e]), down[e] = k[e] * exp2_approx(-sum[i][e]);
-        store_pair(columns + at, down[0], down[1]);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) down[e] *= end[e];
-        if constexpr (first_block.value) {
-          store_pair(packet + at, -k[0] * up[0], -k[1] * up[1]);
-          store_pair(packet + stage::kQueryRows + at, q[0] * up[0], q[1] * up[1]);
-          store_pair(across + at, down[0], down[1]);
-          store_pair(kr + at, down[0] * other[0], down[1] * other[1]);
-        } else {
-          store_pair(rows + at, -k[0] * up[0], -k[1] * up[1]);
-          store_pair(rows + 2048 + at, q[0] * up[0], q[1] * up[1]);
-#pragma unroll
-          for (int e = 0; e < 2; ++e) up[e] *= other[e];
-          store_pair(packet + at, -k[0] * up[0], -k[1] * up[1]);
-          store_pair(packet + stage::kQueryRows + at, q[0] * up[0], q[1] * up[1]);
-          store_pair(kr + at, down[0], down[1]);
-        }
+        kw[batch & 1][j] = bits(load_shared(packet + at)), qw[batch & 1][j] = bits(load_shared(packet + stage::kQueryRows + at));
+        factor[batch & 1][j] = load_shared2(scratch + kFactors + (block * 16 + i) * 16);
       }
     };
-    if (block == 0) scale_rows(std::true_type());
-    else scale_rows(std::false_type());
+    fetch(0);
+#pragma unroll
+    for (int batch = 0; batch < 16 / kBatch; ++batch) {
+      if (batch + 1 < 16 / kBatch) fetch(batch + 1);
+      float k[kBatch][2], q[kBatch][2], up[kBatch][2], down[kBatch][2];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const uint32_t kj = kw[batch & 1][j], qj = qw[batch & 1][j];
+        const float2 f = factor[batch & 1][j];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          k[j][e] = (e ? high_bf16(kj) : low_bf16(kj)) * f.x, q[j][e] = (e ? high_bf16(qj) : low_bf16(qj)) * f.y;
+          const float x = sum[batch * kBatch + j][e];
+          up[j][e] = exp2_approx(x), down[j][e] = k[j][e] * exp2_approx(-x);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int i = batch * kBatch + j;
+        const uint32_t at = i * 128 + (pair ^ (i & 7) << 4);
+        store_pair(columns + at, down[j][0], down[j][1]);
+        store_pair(local + at, -k[j][0] * up[j][0], -k[j][1] * up[j][1]);
+        store_pair(local + stage::kQueryRows + at, q[j][0] * up[j][0], q[j][1] * up[j][1]);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) down[j][e] *= end[e], up[j][e] *= other[e];
+        if (block == 0) {
+          store_pair(across + at, down[j][0], down[j][1]);
+          down[j][0] *= other[0], down[j][1] *= other[1];
+        } else {
+          store_pair(packet + at, -k[j][0] * up[j][0], -k[j][1] * up[j][1]);
+          store_pair(packet + stage::kQueryRows + at, q[j][0] * up[j][0], q[j][1] * up[j][1]);
+        }
+        store_pair(kr + at, down[j][0], down[j][1]);
+      }
+    }
   }
   sync_group(c.barrier, kWarps * 32);
   copy_next();
@@ -156,30 +184,31 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
     for (int e = 0; e < 4; ++e) tiles[i][e] = 0.f;
   {
     const uint32_t row_quad = panel_unit(lane & 7, lane >> 4) + (w & 1) * 1024;
-    const uint32_t row_at = (w < 2 ? stage + stage::kKeyQuery + ((lane >> 3) & 1) * stage::kQueryRows : scratch + kRows + ((lane >> 3) & 1) * 2048) + row_quad;
-    const uint32_t row_panel = w < 2 ? uint32_t(stage::kKeyQueryPanel) : uint32_t(kPanel);
+    const uint32_t row_at = (w < 2 ? stage + stage::kKeyQuery + ((lane >> 3) & 1) * stage::kQueryRows : scratch + kRows + ((lane >> 3) & 1) * stage::kQueryRows) + row_quad;
+    const uint32_t row_panel = w < 2 ? uint32_t(stage::kKeyQueryPanel) : 2048u;
     // columns of two 8-token tiles: {tile, tile + 1} x {channels 0-7, 8-15}
     const uint32_t column_quad = panel_unit(lane & 7, (lane >> 3) & 1) + (lane >> 4) * 1024;
     const uint32_t within = scratch + kColumns + block * 2048 + column_quad, across = scratch + kAcross + column_quad;
+    auto fetch = [&](uint32_t (&to)[4], uint32_t from, int s, uint32_t panel_bytes) { load_tiles(to, (from ^ ((s & 3) << 5)) + (s >> 2) * panel_bytes); };
 #pragma unroll
-    for (int s = 0; s < 8; ++s) {
-      const uint32_t flip = (s & 3) << 5;
-      uint32_t a[4], b[4];
-      load_tiles(a, (row_at ^ flip) + (s >> 2) * row_panel);
-      load_tiles(b, (within ^ flip) + (s >> 2) * kPanel);
+    for (int half = 0; half < 2; ++half) {
+      uint32_t a[4][4], b[4][4];
+#pragma unroll
+      for (int s = 0; s < 4; ++s) fetch(a[s], row_at, half * 4 + s, row_panel), fetch(b[s], within, half * 4 + s, kPanel);
       if (block == 0) {
-        mma_bf16(tiles[0], a, b[0], b[1]);
-        mma_bf16(tiles[1], a, b[2], b[3]);
+#pragma unroll
+        for (int s = 0; s < 4; ++s) mma_bf16(tiles[0], a[s], b[s][0], b[s][1]), mma_bf16(tiles[1], a[s], b[s][2], b[s][3]);
       } else {
-        mma_bf16(tiles[2], a, b[0], b[1]);
-        mma_bf16(tiles[3], a, b[2], b[3]);
-        load_tiles(b, (across ^ flip) + (s >> 2) * 2048);
-        mma_bf16(tiles[0], a, b[0], b[1]);
-        mma_bf16(tiles[1], a, b[2], b[3]);
+#pragma unroll
+        for (int s = 0; s < 4; ++s) mma_bf16(tiles[2], a[s], b[s][0], b[s][1]), mma_bf16(tiles[3], a[s], b[s][2], b[s][3]);
+#pragma unroll
+        for (int s = 0; s < 4; ++s) fetch(b[s], across, half * 4 + s, 2048);
+#pragma unroll
+        for (int s = 0; s < 4; ++s) mma_bf16(tiles[0], a[s], b[s][0], b[s][1]), mma_bf16(tiles[1], a[s], b[s][2], b[s][3]);
       }
     }
   }
-  const float strength = shuffle(beta, w * 8 + g), diagonal = load_shared(scratch + kFactors + (w * 8 + g) * 16 + 8);
+  const float2 own = load_shared2(scratch + kFactors + (w * 8 + g) * 16 + 8);  // M's diagonal, beta
   uint32_t m[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -187,8 +216,8 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int column = i * 8 + 2 * t + e, row = w * 8 + g;
-      tiles[i][e] = column < row ? tiles[i][e] * strength : 0.f;
-      tiles[i][2 + e] = column < row ? tiles[i][2 + e] : column == row ? diagonal : 0.f;
+      tiles[i][e] = column < row ? tiles[i][e] * own.y : 0.f;
+      tiles[i][2 + e] = column < row ? tiles[i][2 + e] : column == row ? own.x : 0.f;
     }
     m[i] = pack_bf16(tiles[i][2], tiles[i][3]);
     if (i <= w) store_shared2(scratch + kTiles + ((w * (w + 1) / 2 + i) * 32 + lane) * 8, tiles[i][0], tiles[i][1]);
@@ -213,7 +242,7 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
 #pragma unroll
     for (int r = 0; r < 2; ++r) n.square[r][b] = tile(2 + r, b);
   }
-  invert_and_store(n, beta, stage, lane);
+  invert_and_store(n, load_shared(scratch + kFactors + lane * 16 + 12), stage, lane);
 }
 
 }  // namespace jax_kda

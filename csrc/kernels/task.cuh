@@ -44,11 +44,6 @@ KDA_DEVICE int64_t first_row(const PrefillArgs& a, const Task& k, int64_t heads,
   return ((k.row * a.T + k.begin) * heads + head) * width;
 }
 
-KDA_DEVICE float load_beta(const PrefillArgs& a, const Task& k, int token) {
-  const int64_t at = first_row(a, k, a.HV, k.head, 1) + token * a.HV;
-  return a.beta_dtype == DType::kF32 ? static_cast<const float*>(a.beta)[at] : __bfloat162float(static_cast<const __nv_bfloat16*>(a.beta)[at]);
-}
-
 // Rows of the batch row that belong to no sequence are zeros. Written by the tasks of its first and last sequence.
 KDA_DEVICE void zero_outside(const PrefillArgs& a, const Task& k, int thread, int threads) {
   auto* o = static_cast<uint16_t*>(a.o) + ((k.row * a.T) * a.HV + k.head) * kHeadDim;
@@ -111,10 +106,33 @@ KDA_DEVICE void copy_state(const void* from, DType from_dtype, void* to, DType t
 
 // A warp group's copy of a chunk's raw rows into a stage; rows past the end of the sequence become zeros and are not read.
 // Addresses are formed from the chunk each time: kept across a preparation they would cost more registers than this costs instructions.
+// `where` is shared memory: the task, as put_rows left it there.
+struct Rows {
+  int64_t first_token;  // over all batch rows
+  int head, key_head;
+};
+KDA_DEVICE void put_rows(uint32_t where, const PrefillArgs& a, const Task& k) {
+  const int64_t first = k.row * a.T + k.begin;
+  store_shared4(where, {from_bits(uint32_t(first)), from_bits(uint32_t(first >> 32)), from_bits(k.head), from_bits(k.key_head)});
+}
+KDA_DEVICE Rows get_rows(uint32_t where) {
+  const float4 x = load_shared4(where);
+  return {int64_t(uint64_t(bits(x.y)) << 32 | bits(x.x)), int(bits(x.z)), int(bits(x.w))};
+}
+
+// The stored bits of a token's beta, so that nothing waits for the load before its value is needed.
+KDA_DEVICE uint32_t load_raw_beta(const PrefillArgs& a, const Rows& k, int token) {
+  const int64_t at = (k.first_token + token) * a.HV + k.head;
+  return a.beta_dtype == DType::kF32 ? static_cast<const uint32_t*>(a.beta)[at] : static_cast<const uint16_t*>(a.beta)[at];
+}
+KDA_DEVICE float beta_value(uint32_t raw, DType dtype) { return dtype == DType::kF32 ? from_bits(raw) : low_bf16(raw); }
+
 template <bool kGatesF32, int kThreads>
-KDA_DEVICE void load_rows(const PrefillArgs& a, const Task& k, uint32_t stage, int chunk, int thread) {
-  const int unit = thread & 15, first = thread >> 4, left = k.tokens - chunk * kChunk;
-  const int64_t token = k.row * a.T + (k.begin + chunk * kChunk + first);
+KDA_DEVICE void load_rows(const PrefillArgs& a, uint32_t where, uint32_t stage, int chunk, int tokens, int thread) {
+  const Rows k = get_rows(where);
+  thread = int(opaque(thread));
+  const int unit = thread & 15, first = thread >> 4, left = tokens - chunk * kChunk;
+  const int64_t token = k.first_token + (chunk * kChunk + first);
   const int64_t key_at = (token * a.H + k.key_head) * (kHeadDim * 2) + unit * 16, key_step = a.H * (kHeadDim * 2);
   const int64_t value_at = (token * a.HV + k.head) * (kHeadDim * 2) + unit * 16, value_step = a.HV * (kHeadDim * 2);
   const char *key = static_cast<const char*>(a.k) + key_at, *query = static_cast<const char*>(a.q) + key_at;
