@@ -15,6 +15,7 @@
 #include "kernels/prepare_bounded.cuh"
 #include "kernels/prepare_unbounded.cuh"
 #include "kernels/task.cuh"
+#include "kernels/tensor_maps.cuh"
 #include "launch.h"
 
 #include <atomic>
@@ -45,12 +46,13 @@ template <bool kBounded, bool kGatesF32> struct Baseline {
   static constexpr uint32_t kRows = kBias + kHeadDim * 4;  // where the task's rows lie
   static constexpr uint32_t kFull = kRows + 16;
   static constexpr uint32_t kEmpty = kFull + kStages * 8;
-  static constexpr uint32_t kBytes = kEmpty + kStages * 8;
+  static constexpr uint32_t kRaw = kEmpty + kStages * 8;  // a group's raw rows are there (those that the copy engine brings)
+  static constexpr uint32_t kBytes = kRaw + kGroups * 8;
   static_assert(kBytes <= 232448, "more shared memory than a CTA can have");
 };
 
 template <class Engine, bool kBounded, bool kGatesF32>
-__global__ void __launch_bounds__(Baseline<kBounded, kGatesF32>::kThreads, 1) baseline_kernel(const __grid_constant__ PrefillArgs a) {
+__global__ void __launch_bounds__(Baseline<kBounded, kGatesF32>::kThreads, 1) baseline_kernel(const __grid_constant__ PrefillArgs a, const __grid_constant__ TensorMaps maps) {
   using L = Baseline<kBounded, kGatesF32>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = shared_address(shared);
@@ -71,6 +73,7 @@ __global__ void __launch_bounds__(Baseline<kBounded, kGatesF32>::kThreads, 1) ba
       barrier_init(base + L::kFull + 8 * s, L::Prepare::kWarps);
       barrier_init(base + L::kEmpty + 8 * s, L::kConsumers * 4);
     }
+    for (int g = 0; g < L::kGroups; ++g) barrier_init(base + L::kRaw + 8 * g, 1);
   }
   fence_async_shared();
   __syncthreads();
@@ -83,12 +86,15 @@ __global__ void __launch_bounds__(Baseline<kBounded, kGatesF32>::kThreads, 1) ba
     const int tokens = task.tokens, chunks = (tokens + kChunk - 1) / kChunk;
     uint32_t raw_beta = 0;  // of token `lane` of the chunk whose rows are on their way
     auto load = [&](int chunk) {
-      if (chunk < chunks) {
-        const int slot = chunk % L::kStages, turn = chunk / L::kStages;
+      if (chunk >= chunks) return;
+      const int slot = chunk % L::kStages, turn = chunk / L::kStages;
+      const uint32_t stage = base + slot * L::kStageBytes;
+      const bool by_engine = maps.usable && (chunk + 1) * kChunk <= tokens;
+      if (!by_engine || member == 0) {
         if (turn > 0) barrier_wait(base + L::kEmpty + 8 * slot, (turn - 1) & 1);
-        load_rows<kGatesF32, L::kGroupThreads>(a, base + L::kRows, base + slot * L::kStageBytes, chunk, tokens, member * 32 + lane);
+        if (!by_engine) load_rows<kBounded, kGatesF32, L::kGroupThreads>(a, base + L::kRows, stage, chunk, tokens, member * 32 + lane);
+        else if (lane == 0) copy_rows<kGatesF32>(maps, get_rows(base + L::kRows), stage, chunk, base + L::kRaw + 8 * group);
       }
-      copies_commit();
       const int token = chunk * kChunk + lane;
       if (token < tokens) raw_beta = load_raw_beta(a, get_rows(base + L::kRows), token);
     };
@@ -98,8 +104,12 @@ __global__ void __launch_bounds__(Baseline<kBounded, kGatesF32>::kThreads, 1) ba
 #pragma unroll 1
     for (int chunk = group; chunk < chunks; chunk += L::kGroups) {
       const float beta = chunk * kChunk + lane < tokens ? write_strength(beta_value(raw_beta, a.beta_dtype), a.beta_mode) : 0.f;
-      copies_wait<0>();
-      sync_group(context.barrier, L::kGroupThreads);
+      if (maps.usable && (chunk + 1) * kChunk <= tokens) {
+        barrier_wait(base + L::kRaw + 8 * group, (chunk / L::kGroups) & 1);
+      } else {
+        copies_wait_all();
+        sync_group(context.barrier, L::kGroupThreads);
+      }
       const int slot = chunk % L::kStages;
       L::Prepare::run(context, base + slot * L::kStageBytes, tokens - chunk * kChunk, beta, (chunk / L::kGroups) & 3,
                       [&] { if constexpr (L::kCopyAhead) load(chunk + L::kGroups); });
@@ -147,7 +157,9 @@ template <class Engine, bool kBounded, bool kGatesF32> cudaError_t launch(const 
   using L = Baseline<kBounded, kGatesF32>;
   constexpr auto kernel = baseline_kernel<Engine, kBounded, kGatesF32>;
   if (cudaError_t e = allow_shared_memory<kernel>(L::kBytes); e != cudaSuccess) return e;
-  kernel<<<unsigned(a.B * a.N * a.HV), L::kThreads, L::kBytes, stream>>>(a);
+  TensorMaps maps;
+  if (cudaError_t e = make_tensor_maps(a, maps); e != cudaSuccess) return e;
+  kernel<<<unsigned(a.B * a.N * a.HV), L::kThreads, L::kBytes, stream>>>(a, maps);
   return cudaGetLastError();
 }
 

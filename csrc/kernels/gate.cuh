@@ -23,7 +23,7 @@ struct GateConstants {
 
 template <bool kBounded> KDA_DEVICE GateConstants gate_constants(GateMode mode, float a_log, float lower_bound) {
   constexpr float kUnit = kBounded ? 1.f : kGateUnit;
-  const float a = exp2_approx(a_log * kLog2E);
+  const float a = fmaxf(exp2_approx(a_log * kLog2E), 1e-30f);  // not zero: a tail's gates are infinite
   if (mode == GateMode::kSafe) return {mode, -a * kLog2E, 1.f / (lower_bound * kLog2E * kUnit)};
   if (mode == GateMode::kSoftplus) return {mode, kLog2E, -a * kUnit};
   return {mode, 1.f, kLog2E * kUnit};

@@ -30,6 +30,16 @@ KDA_DEVICE void barrier_wait(uint32_t b, uint32_t parity) {
   trap();
 }
 
+// Arrives, and lets the barrier wait for `bytes` that the copy engine will bring.
+KDA_DEVICE void barrier_expect(uint32_t b, uint32_t bytes) {
+  cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta, cuda::ptx::space_shared, barrier_pointer(b), bytes);
+}
+// A box of a tensor map, to shared memory.
+KDA_DEVICE void copy_tensor(uint32_t to, const void* map, int x, int y, int z, uint32_t barrier) {
+  const int32_t at[3] = {x, y, z};
+  cuda::ptx::cp_async_bulk_tensor(cuda::ptx::space_cluster, cuda::ptx::space_global, __cvta_shared_to_generic(to), map, at, barrier_pointer(barrier));
+}
+
 // Orders this thread's ordinary writes to shared memory before later reads by wgmma and the bulk copy engine.
 KDA_DEVICE void fence_async_shared() { cuda::ptx::fence_proxy_async(cuda::ptx::space_shared); }
 
@@ -38,8 +48,7 @@ template <bool kAlwaysValid> KDA_DEVICE void copy16_or_zero(uint32_t to, const v
   if constexpr (kAlwaysValid) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
   else asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
-KDA_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending> KDA_DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory"); }
+KDA_DEVICE void copies_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 template <int kRegisters> KDA_DEVICE void give_registers() {
 #if defined(KDA_HAS_WGMMA)

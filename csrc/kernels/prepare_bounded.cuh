@@ -36,20 +36,22 @@ template <bool kGatesF32> struct PrepareBounded {
   static constexpr uint32_t kColumns = kRows + 2 * kPanel;   // columns within blocks: [2 panels][32]
   static constexpr uint32_t kAcross = kColumns + 2 * kPanel;  // block 0's columns for block 1's rows: [2 panels][16]
   static constexpr uint32_t kTotals = kAcross + kPanel;      // running sums at the blocks' ends, base 2: [2 blocks][128] f32
-  static constexpr uint32_t kFactors = kTotals + 1024;       // [32 tokens] 1/|k|, scale / |q|, M's diagonal, beta
-  static constexpr uint32_t kTiles = kFactors + 512;         // -L: [10 tiles][32 lanes] 2 f32
+  static constexpr uint32_t kFactors = kTotals + 1024;       // [2: turns alternate][32 tokens] 1/|k|, scale / |q|, M's diagonal, beta
+  static constexpr uint32_t kTiles = kFactors + 1024;        // -L: [10 tiles][32 lanes] 2 f32
   static constexpr uint32_t kScratchBytes = kTiles + 10 * 256;
 
   template <class CopyNext>
-  static KDA_DEVICE void run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int turn, CopyNext copy_next);
+  static KDA_DEVICE void run(const PrepareContext& c, uint32_t stage, int /*tokens*/, float beta, int turn, CopyNext copy_next);
 };
 
 template <bool kGatesF32>
 template <class CopyNext>
-KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int turn, CopyNext copy_next) {
+KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t stage, int /*tokens*/, float beta, int turn, CopyNext copy_next) {
   const int lane = int(opaque(c.lane)), g = lane >> 2, t = lane & 3, w = c.warp;
   const int panel = w & 1, block = w >> 1;
   const uint32_t scratch = opaque(c.scratch);
+  // Two, because the warp that inverts still reads its chunk's when the others write the next one's.
+  const uint32_t factors = scratch + kFactors + (turn & 1) * 512;
   // Byte offset of this lane's channel pair in row 0 of a panel; row r's is this ^ (r & 7) << 4, plus 128 r.
   const uint32_t pair = (lane >> 2) << 4 | (lane & 3) << 2;
 
@@ -76,13 +78,13 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
       const float qk = odd ? gram_k[0][3] + gram_k[1][3] : gram_k[0][2] + gram_k[1][2];
       const float qq = odd ? gram_q[0][3] + gram_q[1][3] : gram_q[0][2] + gram_q[1][2];
       const float rk = c.l2norm ? rsqrt_approx(kk + 1e-6f) : 1.f, rq = c.scale * (c.l2norm ? rsqrt_approx(qq + 1e-6f) : 1.f);
-      store_shared4(scratch + kFactors + (w * 8 + g) * 16, {rk, rq, qk * rk * rq, strength});
+      store_shared4(factors + (w * 8 + g) * 16, {rk, rq, qk * rk * rq, strength});
     }
   }
   // log decays (base 2) and their running sums, of tokens 16 block ... and this lane's two channels
   float sum[16][2];
   {
-    const int channel = panel * 64 + lane * 2, left = tokens - block * 16;
+    const int channel = panel * 64 + lane * 2;
     const float2 bias = load_shared2(c.bias + channel * 4);
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
@@ -99,8 +101,7 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
       const float raw[2] = {kGatesF32 ? sum[i][0] : low_bf16(bits(sum[i][0])), kGatesF32 ? sum[i][1] : high_bf16(bits(sum[i][0]))};
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float y = log_decay<true>(raw[e], e ? bias.y : bias.x, c.gate);
-        total[e] += i < left ? y : 0.f;  // a tail's tokens do not decay
+        total[e] += log_decay<true>(raw[e], e ? bias.y : bias.x, c.gate);  // a tail's tokens do not decay: see load_rows
         sum[i][e] = total[e];
       }
     }
@@ -134,7 +135,7 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
         const int i = batch * kBatch + j;
         const uint32_t at = i * 128 + (pair ^ (i & 7) << 4);
         kw[batch & 1][j] = bits(load_shared(packet + at)), qw[batch & 1][j] = bits(load_shared(packet + stage::kQueryRows + at));
-        factor[batch & 1][j] = load_shared2(scratch + kFactors + (block * 16 + i) * 16);
+        factor[batch & 1][j] = load_shared2(factors + (block * 16 + i) * 16);
       }
     };
     fetch(0);
@@ -208,7 +209,7 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
       }
     }
   }
-  const float2 own = load_shared2(scratch + kFactors + (w * 8 + g) * 16 + 8);  // M's diagonal, beta
+  const float2 own = load_shared2(factors + (w * 8 + g) * 16 + 8);  // M's diagonal, beta
   uint32_t m[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -242,7 +243,7 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
 #pragma unroll
     for (int r = 0; r < 2; ++r) n.square[r][b] = tile(2 + r, b);
   }
-  invert_and_store(n, load_shared(scratch + kFactors + lane * 16 + 12), stage, lane);
+  invert_and_store(n, load_shared(factors + lane * 16 + 12), stage, lane);
 }
 
 }  // namespace jax_kda

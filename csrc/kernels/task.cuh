@@ -104,7 +104,8 @@ KDA_DEVICE void copy_state(const void* from, DType from_dtype, void* to, DType t
   }
 }
 
-// A warp group's copy of a chunk's raw rows into a stage; rows past the end of the sequence become zeros and are not read.
+// A warp group's copy of a chunk's raw rows into a stage; rows past the end of the sequence become zeros and are not read. Their gates become
+// minus infinity where the scheme is bounded: the safe gate's activation makes no decay of it.
 // Addresses are formed from the chunk each time: kept across a preparation they would cost more registers than this costs instructions.
 // `where` is shared memory: the task, as put_rows left it there.
 struct Rows {
@@ -127,7 +128,7 @@ KDA_DEVICE uint32_t load_raw_beta(const PrefillArgs& a, const Rows& k, int token
 }
 KDA_DEVICE float beta_value(uint32_t raw, DType dtype) { return dtype == DType::kF32 ? from_bits(raw) : low_bf16(raw); }
 
-template <bool kGatesF32, int kThreads>
+template <bool kBounded, bool kGatesF32, int kThreads>
 KDA_DEVICE void load_rows(const PrefillArgs& a, uint32_t where, uint32_t stage, int chunk, int tokens, int thread) {
   const Rows k = get_rows(where);
   thread = int(opaque(thread));
@@ -152,8 +153,14 @@ KDA_DEVICE void load_rows(const PrefillArgs& a, uint32_t where, uint32_t stage, 
       copy16_or_zero<whole.value>((to_key ^ flip) + down, key, valid);
       copy16_or_zero<whole.value>((to_key ^ flip) + down + stage::kQueryRows, query, valid);
       copy16_or_zero<whole.value>((to_value ^ flip) + down, value, valid);
-      copy16_or_zero<whole.value>((to_gate ^ flip) + down, gate, valid);
-      if constexpr (kGatesF32) copy16_or_zero<whole.value>((to_gate ^ flip) + down + 2 * kPanel, gate + 256, valid);
+      if (kBounded && !valid) {
+        const float none = kGatesF32 ? -INFINITY : from_bits(0xff80ff80u);
+        store_shared4((to_gate ^ flip) + down, {none, none, none, none});
+        if constexpr (kGatesF32) store_shared4((to_gate ^ flip) + down + 2 * kPanel, {none, none, none, none});
+      } else {
+        copy16_or_zero<whole.value>((to_gate ^ flip) + down, gate, valid);
+        if constexpr (kGatesF32) copy16_or_zero<whole.value>((to_gate ^ flip) + down + 2 * kPanel, gate + 256, valid);
+      }
       key += key_step * kRows, query += key_step * kRows, value += value_step * kRows, gate += (kGatesF32 ? 2 : 1) * value_step * kRows;
     }
   };

@@ -1,0 +1,64 @@
+// Bulk tensor copies of a chunk's raw rows: the copy engine fetches 32 tokens x 64 channels of one head as a swizzled panel of the stage, so that
+// one thread's few instructions replace a group's hundreds. Only for whole chunks: the engine would bring the next sequence's tokens into a tail.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "../launch.h"
+#include "packet.cuh"
+#include "pipeline.cuh"
+#include "task.cuh"
+
+namespace jax_kda {
+
+struct TensorMaps {
+  CUtensorMap q, k, v, g;
+  bool usable;  // false where a size exceeds what a map can describe: then every chunk is copied by the threads
+};
+
+// Maps of [B T, heads, 128] arrays. The encoder comes from the driver at run time, so that the library links and imports without one.
+inline cudaError_t make_tensor_maps(const PrefillArgs& a, TensorMaps& maps) {
+  maps.usable = false;
+  const int64_t tokens = a.B * a.T;
+  if (tokens == 0 || tokens > INT32_MAX || a.HV > INT32_MAX) return cudaSuccess;
+  static const auto encode = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found) != cudaSuccess) entry = nullptr;
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
+  }();
+  if (!encode) return cudaSuccess;
+  auto make = [&](CUtensorMap& map, const void* base, int64_t heads, bool f32) {
+    const cuuint64_t width = f32 ? 4 : 2;
+    const cuuint64_t sizes[3] = {kHeadDim, cuuint64_t(heads), cuuint64_t(tokens)};
+    const cuuint64_t strides[2] = {kHeadDim * width, kHeadDim * width * cuuint64_t(heads)};
+    const cuuint32_t box[3] = {cuuint32_t(128 / width), 1, kChunk}, steps[3] = {1, 1, 1};
+    return encode(&map, f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(base), sizes, strides, box,
+                  steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  };
+  maps.usable = make(maps.q, a.q, a.H, false) && make(maps.k, a.k, a.H, false) && make(maps.v, a.v, a.HV, false) &&
+                make(maps.g, a.g, a.HV, a.g_dtype == DType::kF32);
+  return cudaSuccess;
+}
+
+// By one thread. The barrier completes when all rows are there.
+template <bool kGatesF32> KDA_DEVICE void copy_rows(const TensorMaps& maps, const Rows& k, uint32_t stage, int chunk, uint32_t barrier) {
+  const int token = int(k.first_token) + chunk * kChunk;
+  barrier_expect(barrier, (8 + (kGatesF32 ? 2 : 0)) * kPanel);
+#pragma unroll
+  for (int p = 0; p < 2; ++p) {
+    const uint32_t kq = stage + stage::kKeyQuery + p * stage::kKeyQueryPanel;
+    copy_tensor(kq, &maps.k, 64 * p, k.key_head, token, barrier);
+    copy_tensor(kq + stage::kQueryRows, &maps.q, 64 * p, k.key_head, token, barrier);
+    copy_tensor(stage + stage::kValues + p * kPanel, &maps.v, 64 * p, k.head, token, barrier);
+  }
+#pragma unroll
+  for (int p = 0; p < (kGatesF32 ? 4 : 2); ++p)
+    copy_tensor(stage + (kGatesF32 ? stage::kGatesF32 : stage::kKr) + p * kPanel, &maps.g, (kGatesF32 ? 32 : 64) * p, k.head, token, barrier);
+}
+
+}  // namespace jax_kda
