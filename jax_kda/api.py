@@ -183,7 +183,7 @@ def export_checks() -> list[Any]:
 
         jax.export.export(f, platforms=["cpu", "cuda"], disabled_checks=jax_kda.export_checks())(*args)
 
-    The process that runs the artifact needs `import jax_kda` first: kernels are found by their versioned name.
+    The process that runs the artifact needs `import jax_kda` first: kernels are found by versioned names.
     """
     from jax import export  # imported late: most programs never export
 

@@ -59,9 +59,15 @@ kda_prefill_p.multiple_results = True
 
 
 @kda_prefill_p.def_impl
-@functools.partial(jax.jit, static_argnames=("options",))
 def _evaluate(*operands: jax.Array, options: Options) -> Any:
-    # Under jit, so that an eager call finds its executable again instead of lowering anew.
+    # Under jit, so that an eager call finds its executable again instead of lowering anew; even where jit is
+    # disabled, as there is nothing below the primitive to step through.
+    with jax.disable_jit(False):
+        return _compiled(*operands, options=options)
+
+
+@functools.partial(jax.jit, static_argnames=("options",))
+def _compiled(*operands: jax.Array, options: Options) -> Any:
     return kda_prefill_p.bind(*operands, options=options)
 
 
@@ -85,7 +91,10 @@ def _lower(ctx: Any, *operands: Any, options: Options) -> Any:
     device = _cuda_device(ctx) if platform == "cuda" else routing.Device(platform, platform.upper())
 
     def call(*operands: jax.Array) -> Arrays:
-        decision = routing.choose(Problem.from_operands(options, operands), device, ffi.build())
+        problem = Problem.from_operands(options, operands)
+        decision = routing.choose(problem, device, ffi.build())
+        if isinstance(problem.B, int) and problem.B == 0:  # nothing to compute, nor to launch
+            return tuple(jnp.zeros(aval.shape, aval.dtype) for aval in ctx.avals_out)
         with jax.named_scope(f"kda_prefill.{decision.route.value}"):
             if decision.route is routing.Route.XLA:
                 return chunked_prefill(options, *operands)
@@ -124,6 +133,8 @@ def _forward(options: Options, *operands: jax.Array) -> tuple[Arrays, Arrays]:
 def _backward(options: Options, operands: Arrays, cotangents: Arrays) -> tuple[jax.Array | None, ...]:
     floats = operands[:-1] if options.packed else operands
     offsets = operands[-1:] if options.packed else ()
+    if isinstance(floats[0].shape[0], int) and floats[0].shape[0] == 0:
+        return (*map(jnp.zeros_like, floats), *(None for _ in offsets))
     _, transpose = jax.vjp(lambda *floats: chunked_prefill(options, *floats, *offsets), *floats)
     return (*transpose(tuple(cotangents)), *(None for _ in offsets))
 

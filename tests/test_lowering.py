@@ -256,12 +256,11 @@ def test_one_artifact_for_cpu_and_cuda_with_a_symbolic_batch():
     (line,) = [line for line in module.splitlines() if "custom_call @jax_kda" in line]
     assert parse(line)["attributes"]["route"] == '"baseline_m128"'
     assert parse(line)["operands"][0] == "?x?x2x128xbf16"
-    for changes in ({}, {"B": 3, "T": 20}):
-        real = kda(gate="safe", **changes)
-        o, state = loaded.call(arrays(real))
-        wanted_o, wanted_state = jax_kda.kda_prefill(**real)
-        np.testing.assert_allclose(o.astype("f4"), wanted_o.astype("f4"), rtol=1e-2, atol=1e-4)
-        np.testing.assert_allclose(state, wanted_state, rtol=1e-4, atol=1e-5)
+    real = kda(B=3, T=9, gate="safe")
+    o, state = loaded.call(arrays(real))
+    wanted_o, wanted_state = jax_kda.kda_prefill(**real)
+    np.testing.assert_allclose(o.astype("f4"), wanted_o.astype("f4"), rtol=1e-2, atol=1e-4)
+    np.testing.assert_allclose(state, wanted_state, rtol=1e-4, atol=1e-5)
 
 
 PACKED = """
