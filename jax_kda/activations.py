@@ -50,7 +50,9 @@ def l2_normalise(x: jax.Array) -> jax.Array:
     A plain float32 sum of squares overflows from |x| = 2**64 on; such rows are scaled by a power of two
     first, which is exact, so that no other row changes in any bit.
     """
-    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-    rescale = jax.lax.stop_gradient(jnp.where(largest > 2.0**40, 2.0**-100, 1.0).astype(x.dtype))
-    x = x * rescale
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + L2_EPSILON * rescale * rescale)
+    small = x * jnp.asarray(2.0**-100, x.dtype)
+    squares, small_squares = (jnp.sum(y * y, axis=-1, keepdims=True) for y in (x, small))
+    is_large = squares > 2.0**80
+    # The unused branch must be harmless too, or the gradient of the zero row is NaN.
+    small_squares = jnp.where(is_large, small_squares, 1.0)
+    return jnp.where(is_large, small * jax.lax.rsqrt(small_squares), x * jax.lax.rsqrt(squares + L2_EPSILON))

@@ -2,12 +2,12 @@
 
 This is the lowering for every platform but CUDA, the lowering on CUDA of what no kernel serves, and what the
 derivative is taken of. C tokens at a time; per chunk and value head, with G the inclusive cumulative log
-decay (Kimi Linear, arXiv:2510.26692, section 3; beta is folded into the rows it belongs to):
+decay (Kimi Linear, arXiv:2510.26692, section 3; beta stays with its rows, outside the inverse):
 
-    Kd = beta k exp(G)   Qd = scale q exp(G)   Kr = k exp(G_C - G)   a = exp(G_C)
+    Kd = k exp(G)   Qd = scale q exp(G)   Kr = k exp(G_C - G)   a = exp(G_C)
     L  = strictly lower, beta_i sum_d k_id k_jd exp(G_id - G_jd)      A = (I + L)^-1
     M  = lower,          scale  sum_d q_id k_jd exp(G_id - G_jd)
-    X  = beta V - Kd S   U = A X   O = Qd S + (M A) X   S <- diag(a) S + Kr^T U
+    X  = beta (V - Kd S)   U = A X   O = Qd S + (M A) X   S <- diag(a) S + Kr^T U
 
 How the pair weights exp(G_i - G_j) and the inverse are made decides whether this is right. Both are built by
 doubling: two neighbouring blocks of h tokens become one of 2h. Between them,
@@ -98,6 +98,7 @@ class _Prepared(NamedTuple):
     Kd_Qd: jax.Array  # [..., 2C, K]: one product with the state serves both
     Kr: jax.Array  # [..., C, K]
     a: jax.Array  # [..., K]
+    beta: jax.Array  # [..., C]
     A_MA: jax.Array  # [..., 2C, C]: likewise, with X
 
 
@@ -114,7 +115,13 @@ class _Layout(NamedTuple):
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
+    """[..., i, d] and [..., d, j] to [..., i, j]."""
     return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
+
+
+def _dot_rows(x: jax.Array, y: jax.Array) -> jax.Array:
+    """[..., i, d] and [..., j, d] to [..., i, j]."""
+    return jnp.einsum("...id,...jd->...ij", x, y, precision=lax.Precision.HIGHEST)
 
 
 def _causal_dot(lower: jax.Array, x: jax.Array) -> jax.Array:
@@ -123,60 +130,60 @@ def _causal_dot(lower: jax.Array, x: jax.Array) -> jax.Array:
     Row i sees rows 0..i of x and no other, even where later rows are not finite: zero times infinity would
     carry an overflow, or a NaN, back to tokens before it.
     """
-    C = x.shape[-2]
     finite = jnp.isfinite(x)
-    row = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 2)
-    first_bad = jnp.min(jnp.where(finite, C, row), axis=-2, keepdims=True)
     product = _dot(lower, jnp.where(finite, x, 0.0))
-    row = lax.broadcasted_iota(jnp.int32, product.shape, x.ndim - 2) % C
-    return jnp.where(row >= first_bad, jnp.nan, product)
+    # The sum of 4^-i over the bad rows i reaches 4^-n exactly where one of rows 0..n is bad. (A sum, since
+    # XLA's other reductions are several times slower on a CPU. 4^-63, for C = 64, is still a normal number.)
+    C = x.shape[-2]
+    weight = 4.0 ** -jnp.arange(C, dtype=jnp.float32)[:, None]
+    bad = jnp.sum(jnp.where(finite, 0.0, weight), axis=-2, keepdims=True)
+    weight = jnp.tile(weight, (product.shape[-2] // C, 1))
+    return jnp.where(bad >= weight, jnp.nan, product)
 
 
 def _prepare(scale: float, q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array) -> _Prepared:
     """q, k, g [..., C, K] and beta [..., C] to the chunk's matrices, doubled up from single tokens."""
-    *lead, C, _ = k.shape
+    *lead, C, K = k.shape
     q, beta_k = q * scale, beta[..., None] * k
 
-    # Per block of h tokens: the decay from its start through each token, and from after each token to its
-    # end.
-    into = jnp.exp(g)[..., None, :]
+    # Of the blocks of h tokens: the decay of a whole block; from its start through each token; from after
+    # each token to its end.
+    whole = into = jnp.exp(g)
     out = jnp.ones_like(into)
-    inverse = jnp.ones((*lead, C, 1, 1), k.dtype)
-    M = jnp.sum(q * k, axis=-1)[..., None, None]
+    A = jnp.ones((*lead, C, 1, 1), k.dtype)
+    M = _dot_rows(q[..., None, :], k[..., None, :])
 
     def halves(x: jax.Array, h: int) -> tuple[jax.Array, jax.Array]:
-        pairs = x.reshape(*lead, C // (2 * h), 2, h, x.shape[-1])
+        pairs = x.reshape(*lead, -1, 2, h, x.shape[-1])
         return pairs[..., 0, :, :], pairs[..., 1, :, :]
 
     h = 1
     while h < C:
-        into1, into2 = halves(into, h)
-        out1, out2 = halves(out, h)
-        k1, _ = halves(k, h)
-        _, q2 = halves(q, h)
-        _, beta_k2 = halves(beta_k, h)
-        T1, T2 = halves(inverse, h)
+        keys = halves(k, h)[0] * halves(out, h)[0]
+        enter = halves(into, h)[1]
+        A1, A2 = halves(A, h)
         M1, M2 = halves(M, h)
+        zeros = jnp.zeros_like(A1)
+        B = _dot_rows(halves(beta_k, h)[1] * enter, keys)
+        A = _two_by_two(A1, zeros, -_causal_dot(A2, _dot(B, A1)), A2)
+        M = _two_by_two(M1, zeros, _dot_rows(halves(q, h)[1] * enter, keys), M2)
 
-        later = jnp.concatenate([beta_k2 * into2, q2 * into2], axis=-2)
-        between = _dot(later, (k1 * out1).swapaxes(-1, -2))
-        corner = -_causal_dot(T2, _dot(between[..., :h, :], T1))
-        zeros = jnp.zeros_like(T1)
-        inverse = _two_by_two(T1, zeros, corner, T2)
-        M = _two_by_two(M1, zeros, between[..., h:, :], M2)
-
-        total1, total2 = into1[..., -1:, :], into2[..., -1:, :]
-        into = jnp.concatenate([into1, total1 * into2], axis=-2)
-        out = jnp.concatenate([out1 * total2, out2], axis=-2)
+        first, second = (x[..., None, :, :] for x in halves(whole, 1))
+        one = jnp.ones_like(first)
+        blocks = (*lead, C // (2 * h), 2, h, K)
+        into = (into.reshape(blocks) * jnp.concatenate([one, first], axis=-3)).reshape(k.shape)
+        out = (out.reshape(blocks) * jnp.concatenate([second, one], axis=-3)).reshape(k.shape)
+        whole = (first * second)[..., 0, 0, :]
         h *= 2
 
-    into, out, A, M = (x.reshape(*lead, C, x.shape[-1]) for x in (into, out, inverse, M))
+    A, M = A.reshape(*lead, C, C), M.reshape(*lead, C, C)
     return _Prepared(
-        Kd_Qd=jnp.concatenate([beta_k * into, q * into], axis=-2),
+        Kd_Qd=jnp.concatenate([k * into, q * into], axis=-2),
         Kr=k * out,
         # From the sum: a slow channel's decay rounds to the same side at every token, which thousands would
         # show.
         a=jnp.exp(jnp.sum(g, axis=-2)),
+        beta=beta,
         A_MA=jnp.concatenate([A, _causal_dot(M, A)], axis=-2),
     )
 
@@ -186,21 +193,22 @@ def _two_by_two(x11: jax.Array, x12: jax.Array, x21: jax.Array, x22: jax.Array) 
     return jnp.concatenate([top, jnp.concatenate([x21, x22], axis=-1)], axis=-2)
 
 
-def _step(state: jax.Array, prepared: _Prepared, beta_v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One chunk: state [heads, K, V] and beta v [heads, C, V] to the next state and o [heads, C, V]."""
-    C = beta_v.shape[-2]
+def _step(state: jax.Array, prepared: _Prepared, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One chunk: state [heads, K, V] and v [C, heads, V] to the next state and o [heads, C, V]."""
+    v = v.astype(state.dtype).swapaxes(0, 1)
+    C = v.shape[1]
     read = _dot(prepared.Kd_Qd, state)
-    written = _causal_dot(prepared.A_MA, beta_v - read[..., :C, :])
-    U, o = written[..., :C, :], read[..., C:, :] + written[..., C:, :]
-    state = prepared.a[..., None] * state + _dot(prepared.Kr.swapaxes(-1, -2), U)
+    written = _causal_dot(prepared.A_MA, prepared.beta[..., None] * (v - read[:, :C]))
+    U, o = written[:, :C], read[:, C:] + written[:, C:]
+    state = prepared.a[..., None] * state + _dot(prepared.Kr.swapaxes(1, 2), U)
     return state, o
 
 
 def _activate(
     options: Options, chunks: _Chunk, A_log: jax.Array | None, dt_bias: jax.Array | None
 ) -> tuple[jax.Array, ...]:
-    """q, k, beta v, g, beta ready for the recurrence: float32, [..., heads, C, size]."""
-    q, k, v = (x.astype(jnp.float32) for x in (chunks.q, chunks.k, chunks.v))
+    """q, k, g, beta ready for the recurrence: float32, [..., heads, C, size]."""
+    q, k = chunks.q.astype(jnp.float32), chunks.k.astype(jnp.float32)
     if options.l2norm:
         q, k = activations.l2_normalise(q), activations.l2_normalise(k)
     g = activations.log_decay(options, chunks.g, A_log, dt_bias, jnp.float32)
@@ -208,9 +216,9 @@ def _activate(
     # A place without a token must leave the state alone: decay 1, nothing written.
     g = jnp.where(chunks.valid[..., None], g, 0.0)
     beta = jnp.where(chunks.valid, beta, 0.0)
-    group = v.shape[-2] // q.shape[-2]
+    group = g.shape[-2] // q.shape[-2]
     q, k = (jnp.repeat(x, group, axis=-2) for x in (q, k))
-    return *(x.swapaxes(-2, -3) for x in (q, k, beta[..., None] * v, g)), beta.swapaxes(-1, -2)
+    return *(x.swapaxes(-2, -3) for x in (q, k, g)), beta.swapaxes(-1, -2)
 
 
 def _scan_chunks(
@@ -228,17 +236,17 @@ def _scan_chunks(
     def chunk(
         state: jax.Array, operands: tuple[_Prepared, jax.Array, jax.Array | None, jax.Array | None]
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-        prepared, beta_v, is_first, start = operands
+        prepared, v, is_first, start = operands
         if is_first is not None:
             begin = 0.0 if start is None else start.astype(state.dtype)
             state = jnp.where(is_first[:, None, None], begin, state)
-        state, o = _step(state, prepared, beta_v)
-        return state, (o.swapaxes(-2, -3), state if keep_states else None)
+        state, o = _step(state, prepared, v)
+        return state, (o, state if keep_states else None)
 
     def span(state: jax.Array, chunks: _Chunk) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-        q, k, beta_v, g, beta = _activate(options, chunks, A_log, dt_bias)
-        prepared = _prepare(options.scale, q, k, g, beta)
-        return lax.scan(chunk, state, (prepared, beta_v, chunks.is_first, chunks.start))
+        prepared = _prepare(options.scale, *_activate(options, chunks, A_log, dt_bias))
+        state, (o, states) = lax.scan(chunk, state, (prepared, chunks.v, chunks.is_first, chunks.start))
+        return state, (o.swapaxes(1, 2), states)
 
     # Under differentiation only the state between spans is kept; a span is computed again on the way back.
     state, (o, states) = lax.scan(jax.checkpoint(span, prevent_cse=False), state, chunks)

@@ -193,7 +193,8 @@ def _common(
         if B != 1 or sum(lengths) > T:
             raise ValueError(
                 f"lengths: got {sum(lengths)} tokens for B = {B}, T = {T}; "
-                "allowed: B = 1 and at most T tokens. Note: T may be larger, its last tokens then belong to no sequence."
+                "allowed: B = 1 and at most T tokens. "
+                "Note: T may be larger, its last tokens then belong to no sequence."
             )
         inputs["cu_seqlens"] = np.cumsum([0, *lengths]).astype(np.int32)
         sequences = len(lengths)

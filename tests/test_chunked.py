@@ -115,7 +115,7 @@ def test_no_tokens(lengths: tuple[int, ...] | None) -> None:
     assert bits(state) == bits(inputs["initial_state"])
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(
     B=st.integers(1, 3),
     T=st.integers(1, 80),
@@ -313,13 +313,24 @@ def loss_weights(inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 def gradients(inputs: dict[str, Any]) -> dict[str, np.ndarray]:
     arrays = {name: jnp.asarray(inputs[name]) for name in ARRAYS if name in inputs}
-    rest = {name: x for name, x in inputs.items() if name not in arrays}
+    offsets = inputs.get("cu_seqlens")
+    options = {name: x for name, x in inputs.items() if name not in (*arrays, "cu_seqlens")}
     weights = [w.astype(np.float32) for w in loss_weights(inputs)]
+    gradient = compiled_gradient(tuple(options.items()))
+    return {name: np.asarray(x) for name, x in gradient(arrays, offsets, weights).items()}
 
-    def loss(arrays: dict[str, jax.Array]) -> jax.Array:
-        return sum(jnp.vdot(x, w) for x, w in zip(run(**arrays, **rest), weights, strict=True))
 
-    return {name: np.asarray(x) for name, x in jax.jit(jax.grad(loss))(arrays).items()}
+@functools.cache
+def compiled_gradient(options: tuple[tuple[str, Any], ...]) -> Any:
+    """One function for all regimes with the same options, not optimised: compiling is what takes the time
+    here.
+    """
+
+    def loss(arrays: dict[str, jax.Array], offsets: Any, weights: list[jax.Array]) -> jax.Array:
+        results = run(**arrays, cu_seqlens=offsets, **dict(options))
+        return sum(jnp.vdot(x, w) for x, w in zip(results, weights, strict=True))
+
+    return jax.jit(jax.grad(loss), compiler_options={"xla_backend_optimization_level": 0})
 
 
 def expect_finite_differences(inputs: dict[str, Any], directions: int = 6) -> dict[str, np.ndarray]:
@@ -385,15 +396,11 @@ def test_gradients_packed() -> None:
 
 
 def test_gradient_memory_is_linear_in_T() -> None:
-    def temporary_bytes(T: int) -> int:
-        shapes = {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in small(T=T).items() if name in ARRAYS
-        }
-        rest = {name: x for name, x in small(T=1).items() if name not in ARRAYS}
-        gradient = jax.jit(jax.grad(lambda arrays: run(**arrays, **rest)[0].sum()))
-        analysis = gradient.lower(shapes).compile().memory_analysis()
-        assert analysis is not None
-        return analysis.temp_size_in_bytes
-
-    span = chunked.CHUNK * chunked.SPAN
-    assert temporary_bytes(16 * span) <= 2.2 * temporary_bytes(8 * span)
+    inputs = small(T=16 * chunked.CHUNK * chunked.SPAN)
+    shapes = {name: jax.ShapeDtypeStruct(inputs[name].shape, inputs[name].dtype) for name in ARRAYS}
+    options = {name: x for name, x in inputs.items() if name not in ARRAYS}
+    gradient = jax.jit(jax.grad(lambda arrays: run(**arrays, **options)[0].sum()))
+    analysis = gradient.lower(shapes).compile().memory_analysis()
+    assert analysis is not None
+    # A few copies of the operands, and one state a span.
+    assert analysis.temp_size_in_bytes < 3 * sum(inputs[name].nbytes for name in TOKEN_ARRAYS)
