@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(Baseline<kBounded, kGatesF32>::kThreads, 1) ba
         sync_group(context.barrier, L::kGroupThreads);
       }
       const int slot = chunk % L::kStages;
-      L::Prepare::run(context, base + slot * L::kStageBytes, tokens - chunk * kChunk, beta, (chunk / L::kGroups) & 3,
+      L::Prepare::run(context, base + slot * L::kStageBytes, tokens - chunk * kChunk, beta, chunk / L::kGroups,
                       [&] { if constexpr (L::kCopyAhead) load(chunk + L::kGroups); });
       fence_async_shared();
       sync_warp();

@@ -29,13 +29,9 @@ KDA_DEVICE void multiply(float (&d)[4], TileOperand upper, TileOperand lower, Ti
   mma_tf32(d, upper.u[0], upper.u[1], lower.u[0], lower.u[1], right.u[0], right.u[1]);
 }
 
-// The lower triangle of 8 x 8 tiles of a 32 x 32 matrix: two diagonal 16 x 16 blocks {tile 00, tile 10, tile 11} and the square below.
-struct LowerTiles {
-  Tile diagonal[2][3];
-  Tile square[2][2];  // [row tile][column tile]
-};
-
-KDA_DEVICE void invert(const LowerTiles& n, LowerTiles& x_out, int lane) {
+// n(row tile, column tile) gives a tile of N when it is needed; out(block row, block column, tiles 00, 01, 10, 11) takes a finished 16 x 16 block
+// of the inverse. So that few tiles are alive at a time.
+template <class N, class Out> KDA_DEVICE void invert(int lane, N n, Out out) {
   const int g = lane >> 2, t = lane & 3;
   const TileOperand zero = {{0u, 0u}};
   float x[2][4], y[2][4];  // of each 16-block: both diagonal 8 x 8 inverses ([0..1], [2..3]), and their transposes
@@ -47,7 +43,7 @@ KDA_DEVICE void invert(const LowerTiles& n, LowerTiles& x_out, int lane) {
   for (int b = 0; b < 2; ++b)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float below = n.diagonal[b][2 * h].v[0], below_next = shuffle(below, (lane + 4) & 31);
+      const float below = n(2 * b + h, 2 * b + h).v[0], below_next = shuffle(below, (lane + 4) & 31);
       x[b][2 * h] = on_diagonal ? (odd ? below : 1.f) : 0.f;
       x[b][2 * h + 1] = on_diagonal && odd ? 1.f : 0.f;
       y[b][2 * h] = on_diagonal && !odd ? 1.f : 0.f;
@@ -72,7 +68,7 @@ KDA_DEVICE void invert(const LowerTiles& n, LowerTiles& x_out, int lane) {
       TileOperand part[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const TileOperand whole = operand(n.diagonal[b][2 * h]);
+        const TileOperand whole = operand(n(2 * b + h, 2 * b + h));
         part[h] = {{between ? whole.u[0] : 0u, between ? whole.u[1] : 0u}};
       }
       float w[4] = {0.f, 0.f, 0.f, 0.f};  // (N' X)^T of both tiles
@@ -91,22 +87,18 @@ KDA_DEVICE void invert(const LowerTiles& n, LowerTiles& x_out, int lane) {
   TileOperand w[2];
   {
     float d[4] = {0.f, 0.f, 0.f, 0.f};
-    multiply(d, yo[0][0], zero, operand(n.diagonal[0][1]));
-    multiply(d, zero, yo[1][0], operand(n.diagonal[1][1]));
+    multiply(d, yo[0][0], zero, operand(n(1, 0)));
+    multiply(d, zero, yo[1][0], operand(n(3, 2)));
     w[0] = operand(d[0], d[1]);
     w[1] = operand(d[2], d[3]);
   }
   float x10[4] = {0.f, 0.f, 0.f, 0.f};
   multiply(x10, xo[0][1], zero, w[0]);
   multiply(x10, zero, xo[1][1], w[1]);
+  const Tile none = {{0.f, 0.f}};
 #pragma unroll
-  for (int b = 0; b < 2; ++b)
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      x_out.diagonal[b][0].v[e] = x[b][e];
-      x_out.diagonal[b][1].v[e] = x10[2 * b + e];
-      x_out.diagonal[b][2].v[e] = x[b][2 + e];
-    }
+  for (int b = 0; b < 2; ++b) out(b, b, Tile{{x[b][0], x[b][1]}}, none, Tile{{x10[2 * b], x10[2 * b + 1]}}, Tile{{x[b][2], x[b][3]}});
+  out(0, 1, none, none, none, none);
 
   // 16 -> 32: X10 = X1 N10 X0, through (N10 X0)^T = X0^T N10^T.
   float x0_transposed[4] = {0.f, 0.f, 0.f, 0.f};  // upper rows: the transpose of block 0's tile 10
@@ -116,20 +108,22 @@ KDA_DEVICE void invert(const LowerTiles& n, LowerTiles& x_out, int lane) {
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     float d[4] = {0.f, 0.f, 0.f, 0.f};
-    multiply(d, yo[0][0], zero, operand(n.square[m][0]));
-    multiply(d, x0t10, yo[0][1], operand(n.square[m][1]));
+    multiply(d, yo[0][0], zero, operand(n(2 + m, 0)));
+    multiply(d, x0t10, yo[0][1], operand(n(2 + m, 1)));
     nx[m][0] = operand(d[0], d[1]);
     nx[m][1] = operand(d[2], d[3]);
   }
-  const TileOperand x1_10 = operand(x_out.diagonal[1][1]);
+  const TileOperand x1_10 = operand(x10[2], x10[3]);
+  Tile square[2][2];
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     float d[4] = {0.f, 0.f, 0.f, 0.f};
     multiply(d, xo[1][0], x1_10, nx[0][m]);
     multiply(d, zero, xo[1][1], nx[1][m]);
-    x_out.square[0][m] = {{d[0], d[1]}};
-    x_out.square[1][m] = {{d[2], d[3]}};
+    square[0][m] = {{d[0], d[1]}};
+    square[1][m] = {{d[2], d[3]}};
   }
+  out(1, 0, square[0][0], square[0][1], square[1][0], square[1][1]);
 }
 
 }  // namespace jax_kda

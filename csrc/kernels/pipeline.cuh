@@ -1,13 +1,17 @@
 // Barriers, asynchronous copies and register hand-over between the warps of a CTA.
 //
 // Every wait is bounded: a kernel that polls more than kWaitLimit times has lost a partner, and traps instead of hanging the GPU.
+//
+// On the host (tests/native) the emulation behind mma.cuh supplies all of it.
 #pragma once
+
+#include "mma.cuh"
+
+#if !defined(JAX_KDA_EMULATE)
 
 #include <cuda/ptx>
 
 #include <cstdint>
-
-#include "mma.cuh"
 
 namespace jax_kda {
 
@@ -62,3 +66,4 @@ template <int kRegisters> KDA_DEVICE void take_registers() {
 }
 
 }  // namespace jax_kda
+#endif  // JAX_KDA_EMULATE

@@ -22,26 +22,23 @@ struct PrepareContext {
   int lane;
 };
 
-// Writes a lower triangle of tiles as a 32 x 32 square of the packet, zeros above it; factor(column tile, e) scales this lane's columns.
-template <class Factor> KDA_DEVICE void store_lower(uint32_t square, const LowerTiles& x, int lane, Factor factor) {
-  auto packed = [&](const Tile& y, int column) { return pack_bf16(y.v[0] * factor(column, 0), y.v[1] * factor(column, 1)); };
-  const uint32_t at = square + square_unit(lane & 7, lane >> 3);  // lane 8 m + r: row r of column tile m; row tiles are 512 bytes apart
-  store_tiles(at, packed(x.diagonal[0][0], 0), 0u, 0u, 0u);
-  store_tiles(at + 512, packed(x.diagonal[0][1], 0), packed(x.diagonal[0][2], 1), 0u, 0u);
-  store_tiles(at + 1024, packed(x.square[0][0], 0), packed(x.square[0][1], 1), packed(x.diagonal[1][0], 2), 0u);
-  store_tiles(at + 1536, packed(x.square[1][0], 0), packed(x.square[1][1], 1), packed(x.diagonal[1][1], 2), packed(x.diagonal[1][2], 3));
+// A 16 x 16 block of A or M, in tiles 00, 01, 10, 11, to its place in the packet.
+KDA_DEVICE void store_block(uint32_t square, int block_row, int block_column, uint32_t t00, uint32_t t01, uint32_t t10, uint32_t t11, int lane) {
+  const int tile = lane >> 3;
+  store_tiles(square + square_unit(block_row * 16 + (tile >> 1) * 8 + (lane & 7), block_column * 2 + (tile & 1)), t00, t01, t10, t11);
 }
 
-// n = -L in tiles; beta of token `lane`. One warp.
-KDA_DEVICE void invert_and_store(const LowerTiles& n, float beta, uint32_t stage, int lane) {
-  LowerTiles x;
-  invert(n, x, lane);
-  float strength[4][2];  // of this lane's columns
+// A from n(row tile, column tile), tiles of -L, and beta of token `lane`. One warp.
+template <class N> KDA_DEVICE void invert_and_store(N n, float beta, uint32_t stage, int lane) {
+  invert(lane, n, [&](int row, int column, Tile t00, Tile t01, Tile t10, Tile t11) {
+    float strength[2][2];  // of this lane's columns in both tiles
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 2; ++i)
 #pragma unroll
-    for (int e = 0; e < 2; ++e) strength[i][e] = shuffle(beta, i * 8 + 2 * (lane & 3) + e);
-  store_lower(stage + stage::kA, x, lane, [&](int column, int e) { return strength[column][e]; });
+      for (int e = 0; e < 2; ++e) strength[i][e] = shuffle(beta, column * 16 + i * 8 + 2 * (lane & 3) + e);
+    auto packed = [&](const Tile& y, int i) { return pack_bf16(y.v[0] * strength[i][0], y.v[1] * strength[i][1]); };
+    store_block(stage + stage::kA, row, column, packed(t00, 0), packed(t01, 1), packed(t10, 0), packed(t11, 1), lane);
+  });
 }
 
 }  // namespace jax_kda

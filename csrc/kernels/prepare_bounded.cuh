@@ -40,8 +40,9 @@ template <bool kGatesF32> struct PrepareBounded {
   static constexpr uint32_t kTiles = kFactors + 1024;        // -L: [10 tiles][32 lanes] 2 f32
   static constexpr uint32_t kScratchBytes = kTiles + 10 * 256;
 
+  // turn: how many chunks this group has prepared before. copy_next() starts the copy of its next rows.
   template <class CopyNext>
-  static KDA_DEVICE void run(const PrepareContext& c, uint32_t stage, int /*tokens*/, float beta, int turn, CopyNext copy_next);
+  static KDA_DEVICE void run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int turn, CopyNext copy_next);
 };
 
 template <bool kGatesF32>
@@ -50,7 +51,7 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
   const int lane = int(opaque(c.lane)), g = lane >> 2, t = lane & 3, w = c.warp;
   const int panel = w & 1, block = w >> 1;
   const uint32_t scratch = opaque(c.scratch);
-  // Two, because the warp that inverts still reads its chunk's when the others write the next one's.
+  // Two, because the warp that inverts may read its chunk's while the group writes the next one's.
   const uint32_t factors = scratch + kFactors + (turn & 1) * 512;
   // Byte offset of this lane's channel pair in row 0 of a panel; row r's is this ^ (r & 7) << 4, plus 128 r.
   const uint32_t pair = (lane >> 2) << 4 | (lane & 3) << 2;
@@ -63,13 +64,16 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
     float gram_k[2][4], gram_q[2][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) gram_k[0][i] = gram_k[1][i] = gram_q[0][i] = gram_q[1][i] = 0.f;
-    uint32_t f[8][4];  // {k, q} x {channels 0-7, 8-15}: rows 0-7 are k's, rows 8-15 q's
 #pragma unroll
-    for (int s = 0; s < 8; ++s) load_tiles(f[s], (quad ^ ((s & 3) << 5)) + (s >> 2) * stage::kKeyQueryPanel);
+    for (int half = 0; half < 2; ++half) {
+      uint32_t f[4][4];  // {k, q} x {channels 0-7, 8-15}: rows 0-7 are k's, rows 8-15 q's
 #pragma unroll
-    for (int s = 0; s < 8; ++s) {
-      mma_bf16(gram_k[s & 1], f[s], f[s][0], f[s][2]);
-      mma_bf16(gram_q[s & 1], f[s], f[s][1], f[s][3]);
+      for (int s = 0; s < 4; ++s) load_tiles(f[s], (quad ^ (s << 5)) + half * stage::kKeyQueryPanel);
+#pragma unroll
+      for (int s = 0; s < 4; ++s) {
+        mma_bf16(gram_k[s & 1], f[s], f[s][0], f[s][2]);
+        mma_bf16(gram_q[s & 1], f[s], f[s][1], f[s][3]);
+      }
     }
     const float strength = shuffle(beta, w * 8 + g);
     if (t == (g >> 1)) {
@@ -84,7 +88,7 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
   // log decays (base 2) and their running sums, of tokens 16 block ... and this lane's two channels
   float sum[16][2];
   {
-    const int channel = panel * 64 + lane * 2;
+    const int channel = (int(opaque(w)) & 1) * 64 + lane * 2;
     const float2 bias = load_shared2(c.bias + channel * 4);
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
@@ -225,25 +229,19 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
   }
   store_tiles(stage + stage::kM + square_unit(w * 8 + (lane & 7), lane >> 3), m[0], m[1], m[2], m[3]);
   // A barrier of its own: the three that only arrive may reach the next chunk's barriers before the fourth comes here.
-  if (turn != w) {
+  if ((turn & 3) != w) {
     arrive_group(c.tiles_barrier, kWarps * 32);
     return;
   }
   sync_group(c.tiles_barrier, kWarps * 32);
 
   // ---- 4. A
-  LowerTiles n;
-  auto tile = [&](int row, int column) {
-    const float2 x = load_shared2(scratch + kTiles + ((row * (row + 1) / 2 + column) * 32 + lane) * 8);
-    return Tile{{x.x, x.y}};
-  };
-#pragma unroll
-  for (int b = 0; b < 2; ++b) {
-    n.diagonal[b][0] = tile(2 * b, 2 * b), n.diagonal[b][1] = tile(2 * b + 1, 2 * b), n.diagonal[b][2] = tile(2 * b + 1, 2 * b + 1);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) n.square[r][b] = tile(2 + r, b);
-  }
-  invert_and_store(n, load_shared(factors + lane * 16 + 12), stage, lane);
+  invert_and_store(
+      [&](int row, int column) {
+        const float2 x = load_shared2(scratch + kTiles + ((row * (row + 1) / 2 + column) * 32 + lane) * 8);
+        return Tile{{x.x, x.y}};
+      },
+      load_shared(factors + lane * 16 + 12), stage, lane);
 }
 
 }  // namespace jax_kda

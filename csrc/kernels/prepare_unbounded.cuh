@@ -310,48 +310,39 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
   // ---- 3. squares: warp 0 gathers L, warp 1 gathers M
 #pragma unroll
   for (int i = 0; i < 10; ++i) {
-    auto slot = [&](int which, int from) { return squares(scratch, stage, which) + ((from * 10 + i) * 32 + lane) * 8; };
-    if (c.warp != 0) store_shared2(slot(0, c.warp - 1), acc[i][0], acc[i][1]);
-    if (c.warp != 1) store_shared2(slot(1, c.warp == 0 ? 0 : c.warp - 1), acc[i][2], acc[i][3]);
+    auto slot = [&](int which) { return squares(scratch, stage, which) + (i * 32 + lane) * 8; };
+    if (c.warp == 1) store_shared2(slot(0), acc[i][0], acc[i][1]);
+    else store_shared2(slot(1), acc[i][2], acc[i][3]);
   }
   sync_group(c.barrier, kWarps * 32);
   copy_next();
 
-  LowerTiles sum;
+  Tile sum[10];  // block 0: tiles 00, 10, 11; block 1 the same; the square below: 20, 21, 30, 31
 #pragma unroll
   for (int i = 0; i < 10; ++i) {
-    float v[2] = {c.warp == 0 ? acc[i][0] : acc[i][2], c.warp == 0 ? acc[i][1] : acc[i][3]};
-#pragma unroll
-    for (int w = 0; w < kWarps - 1; ++w) {
-      const float2 part = load_shared2(squares(scratch, stage, c.warp) + ((w * 10 + i) * 32 + lane) * 8);
-      v[0] += part.x;
-      v[1] += part.y;
-    }
+    const float2 part = load_shared2(squares(scratch, stage, c.warp) + (i * 32 + lane) * 8);
+    const float v[2] = {(c.warp == 0 ? acc[i][0] : acc[i][2]) + part.x, (c.warp == 0 ? acc[i][1] : acc[i][3]) + part.y};
     // Entries above the diagonal may have overflowed: they are selected away, never multiplied.
     const bool diagonal_tile = i < 6 && i % 3 != 1;
     const int last = c.warp == 0 ? g - 1 : g;
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const float kept = !diagonal_tile || 2 * t + e <= last ? v[e] : 0.f;
-      if (i < 6) sum.diagonal[i / 3][i % 3].v[e] = kept;
-      else sum.square[(i - 6) >> 1][(i - 6) & 1].v[e] = kept;
-    }
+    for (int e = 0; e < 2; ++e) sum[i].v[e] = !diagonal_tile || 2 * t + e <= last ? v[e] : 0.f;
   }
-
+  auto tile = [&](int row, int column) -> Tile& { return sum[column >= 2 || row < 2 ? 3 * (row >> 1) + (row & 1) + (column & 1) : 6 + 2 * (row & 1) + column]; };
   if (c.warp == 0) {
-    auto scale_row = [&](Tile& x, int row) {
+#pragma unroll
+    for (int row = 0; row < 4; ++row) {
       const float strength = shuffle(beta, row * 8 + g);
-      x.v[0] *= strength, x.v[1] *= strength;
-    };
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      scale_row(sum.diagonal[b][0], 2 * b), scale_row(sum.diagonal[b][1], 2 * b + 1), scale_row(sum.diagonal[b][2], 2 * b + 1);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) scale_row(sum.square[r][b], 2 + r);
+      for (int column = 0; column <= row; ++column) tile(row, column).v[0] *= strength, tile(row, column).v[1] *= strength;
     }
-    invert_and_store(sum, beta, stage, lane);
+    invert_and_store(tile, beta, stage, lane);
   } else {
-    store_lower(stage + stage::kM, sum, lane, [](int, int) { return 1.f; });
+    auto packed = [&](int row, int column) { return pack_bf16(tile(row, column).v[0], tile(row, column).v[1]); };
+#pragma unroll
+    for (int b = 0; b < 2; ++b) store_block(stage + stage::kM, b, b, packed(2 * b, 2 * b), 0u, packed(2 * b + 1, 2 * b), packed(2 * b + 1, 2 * b + 1), lane);
+    store_block(stage + stage::kM, 1, 0, packed(2, 0), packed(2, 1), packed(3, 0), packed(3, 1), lane);
+    store_block(stage + stage::kM, 0, 1, 0u, 0u, 0u, 0u, lane);
   }
 }
 
