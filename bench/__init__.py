@@ -1,0 +1,1 @@
+"""What jax_kda's speed is measured with: `python -m bench.prefill`, `bench.peers`, `bench.compare`."""

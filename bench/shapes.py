@@ -1,0 +1,146 @@
+"""The one list of what is timed: shapes by set, gate regimes, and the bytes that a call cannot avoid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "FOLDED_GATES",
+    "GATES",
+    "SETS",
+    "Case",
+    "Shape",
+    "cases",
+    "floor_us",
+    "parse_names",
+    "token_bytes",
+]
+
+HEAD_SIZE = 128
+
+# The gate regimes of a benchmark, all through one gate input: two of them differ in nothing but the decays.
+GATES = ("production", "slow", "long", "mixed", "none")
+# What else can be timed so.
+FOLDED_GATES = (*GATES, "bound", "collinear")
+
+_DRIVER_DTYPES = {"bfloat16": "bf16", "float32": "f32"}
+_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One shape. q, k, v and the logits of beta are bfloat16; l2norm, gate and sigmoid are taken in the
+    kernel; float32 states go in and come out."""
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    lengths: tuple[int, ...] = ()  # of packed sequences; () where a row is one sequence
+    gate: str = "safe"  # or "softplus", or "log": g is the log decay itself
+    g_dtype: str = "bfloat16"
+
+    @property
+    def sequences(self) -> int:
+        return len(self.lengths) or self.B
+
+    def __str__(self) -> str:
+        heads = str(self.H) if self.H == self.HV else f"{self.H}/{self.HV}"
+        if self.lengths and len(set(self.lengths)) == 1:
+            size = f"{len(self.lengths)}*{self.lengths[0]}"
+        elif self.lengths:
+            size = f"packed {self.T}"
+        else:
+            size = f"{self.B}x{self.T}"
+        options = "" if self.gate == "safe" else f" {self.gate}"
+        return f"{size}x{heads}{options}{' f32 g' if self.g_dtype == 'float32' else ''}"
+
+
+def _dense(B: int, T: int, heads: Iterable[int]) -> tuple[Shape, ...]:
+    return tuple(Shape(B, T, H, H) for H in heads)
+
+
+def _equal(T: int, H: int, N: int) -> Shape:
+    return Shape(1, T, H, H, (T // N,) * N if N > 1 else ())
+
+
+SETS: dict[str, tuple[Shape, ...]] = {
+    "seed": _dense(1, 2048, (1, 4, 8)) + _dense(1, 4096, (1, 4, 8)),
+    "small": _dense(1, 512, (8,)) + _dense(1, 8192, (1, 8)) + _dense(1, 32768, (1, 4)),
+    "serving": _dense(4, 2048, (32,)) + _dense(1, 8192, (32, 64, 96)),
+    "packed": (_equal(8192, 64, 8), Shape(1, 8192, 96, 96, (1300, 547, 2048, 963, 271, 3063))),
+    "modes": (
+        Shape(1, 8192, 64, 64, gate="softplus"),
+        Shape(1, 8192, 64, 64, gate="log", g_dtype="float32"),
+        Shape(1, 8192, 16, 64),
+    ),
+    "ten": tuple(
+        _equal(T, H, N)
+        for T, H, N in (
+            (2048, 12, 1),
+            (2048, 16, 1),
+            (4096, 8, 1),
+            (4096, 12, 1),
+            (8192, 12, 4),
+            (8192, 16, 1),
+            (1024, 4, 1),
+            (3072, 10, 1),
+            (8192, 24, 1),
+            (16384, 16, 8),
+        )
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one figure is about."""
+
+    shape: Shape
+    gates: str
+    route: str
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.gates} {self.route}"
+
+    def line(self, *, route: bool = True) -> str:
+        """The case as the native tools read it (tests/native/case.cuh)."""
+        s = self.shape
+        words = [f"route={self.route}"] if route else []
+        words += [f"gates={self.gates}", f"B={s.B}", f"T={s.T}", f"H={s.H}", f"HV={s.HV}", f"gate={s.gate}"]
+        words.append(f"g={_DRIVER_DTYPES[s.g_dtype]}")
+        if s.lengths:
+            words.append(f"lengths={','.join(map(str, s.lengths))}")
+        return " ".join(words)
+
+
+def cases(sets: Sequence[str], gates: Sequence[str], routes: Sequence[str]) -> list[Case]:
+    """Every case once, also where a shape is in several sets."""
+    shapes = dict.fromkeys(shape for name in sets for shape in SETS[name])
+    return [Case(shape, g, route) for shape in shapes for route in routes for g in gates]
+
+
+def parse_names(what: str, text: str, allowed: Iterable[str]) -> tuple[str, ...]:
+    """The names of a comma-separated list, each once. ValueError where one is unknown, or there is none."""
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    known = tuple(allowed)
+    for name in names or (text,):
+        if name not in known:
+            raise ValueError(f"{what}: got {name!r}; allowed: {', '.join(known)}")
+    return names
+
+
+def token_bytes(shape: Shape) -> int:
+    """Bytes that the arrays with a token axis take: each read or written once. States are not in it."""
+    row = HEAD_SIZE * 2
+    return (
+        shape.B
+        * shape.T
+        * (2 * shape.H * row + shape.HV * (2 * row + HEAD_SIZE * _BYTES[shape.g_dtype] + _BYTES["bfloat16"]))
+    )
+
+
+def floor_us(shape: Shape, bytes_per_second: float) -> float:
+    """The time that the memory needs for them."""
+    return token_bytes(shape) / bytes_per_second * 1e6
