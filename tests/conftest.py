@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "big" in item.keywords:
                 item.add_marker(skip)
-    on_gpu = [item for item in items if "gpu" in item.keywords]
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and (reason := _no_gpu()):
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -43,7 +43,7 @@ def _no_gpu():
 @pytest.fixture(autouse=True)
 def _device(request):
     """Tests not marked `gpu` run on the CPU, whatever else is in the machine."""
-    if "gpu" in request.keywords:
+    if request.node.get_closest_marker("gpu"):
         yield
         return
     with jax.default_device(jax.devices("cpu")[0]):

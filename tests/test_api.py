@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -240,7 +241,7 @@ def test_an_eager_call_is_lowered_once(monkeypatch):
 
 
 def test_eager_overhead():
-    """The bar is 0.2 ms over an empty jitted function; lowering anew would be 10 ms. Room for a busy machine."""
+    """The bar is 0.2 ms over an empty jitted function; lowering anew is 10 ms. Room for a busy machine."""
     arguments = {name: jnp.asarray(x) for name, x in call(B=1, T=1, H=1, HV=1, K=2, V=2).items()}
     empty = jax.jit(lambda *x: x[2:4])
 
@@ -276,3 +277,43 @@ def test_import_time():
 def test_public_names():
     for name in jax_kda.__all__:
         assert getattr(jax_kda, name).__doc__
+
+
+def test_threads():
+    """Independent calls from several host threads: the bits of one call after another."""
+    calls = [call(seed=seed) for seed in range(4)]
+    wanted = [jax_kda.kda_prefill(**arguments) for arguments in calls]
+
+    def rounds(arguments):
+        with jax.default_device(jax.devices("cpu")[0]):
+            return [jax_kda.kda_prefill(**arguments) for _ in range(20)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for got, (o, state) in zip(pool.map(rounds, calls), wanted, strict=True):
+            for again in got:
+                np.testing.assert_array_equal(again[0], o)
+                np.testing.assert_array_equal(again[1], state)
+
+
+def test_the_persistent_cache_serves_the_next_process(tmp_path):
+    script = """
+import jax, jax_kda
+from calls import call
+events = []
+jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
+jax.block_until_ready(jax_kda.kda_prefill(**call(T=2)))
+print(sum("cache_hits" in event for event in events))
+"""
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": ":".join(filter(None, sys.path)),
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    command = [sys.executable, "-c", script]
+    first, second = (
+        subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+        for _ in range(2)
+    )
+    assert (int(first), int(second)) == (0, 1)

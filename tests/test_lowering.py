@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -139,6 +140,19 @@ def test_forced_routes():
     assert emitted["attributes"]["route"] == '"baseline_m128"'
     with pytest.raises(ValueError, match="'baseline_m128', but it takes bfloat16 q, k and v"):
         lower(lambda x: jax_kda.kda_prefill(**x, route="baseline_m128"), arrays(call(K=128, V=128)))
+
+
+def test_the_device_is_this_processs_gpu_or_else_an_h200(monkeypatch):
+    chosen = []
+    choose = routing.choose
+    monkeypatch.setattr(routing, "choose", lambda *args: chosen.append(args[1]) or choose(*args))
+    lower(lambda x: jax_kda.kda_prefill(**x), arrays(kda()))
+    gpu = types.SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0", core_count=148
+    )
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [gpu])
+    lower(lambda x: jax_kda.kda_prefill(**x), arrays(kda()))
+    assert chosen == [routing.H200, routing.Device("cuda", "NVIDIA B200", (10, 0), 148)]
 
 
 def test_without_an_extension(no_cuda_build):
