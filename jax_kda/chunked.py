@@ -315,9 +315,7 @@ def _run_packed(
 
 
 def _lay_out(offsets: jax.Array, T: int, C: int, chunks: int) -> _Layout:
-    """The layout of one packed row, offsets [N + 1]. Offsets that decrease or leave [0, T] are first made not
-    to.
-    """
+    """The layout of one packed row, offsets [N + 1]; any that decrease or leave [0, T] are put right."""
     N = offsets.shape[0] - 1
     offsets = lax.cummax(jnp.clip(offsets.astype(jnp.int32), 0, T))
     begins, ends = offsets[:-1], offsets[1:]
@@ -326,19 +324,17 @@ def _lay_out(offsets: jax.Array, T: int, C: int, chunks: int) -> _Layout:
     first = after - counts
 
     chunk = jnp.arange(chunks, dtype=jnp.int32)
-    sequence = jnp.searchsorted(after, chunk, side="right").astype(jnp.int32)
+    # How many sequences end at or before this chunk, by counting: searchsorted takes no symbolic N.
+    sequence = jnp.cumsum(jnp.zeros(chunks + 1, jnp.int32).at[after].add(1), dtype=jnp.int32)[:-1]
     of = jnp.minimum(sequence, N - 1)
     inside = jnp.arange(C, dtype=jnp.int32)
     token = (begins[of] + (chunk - first[of]) * C)[:, None] + inside
-    token = jnp.where((token < ends[of][:, None]) & (sequence < N)[:, None], token, T)
+    token = jnp.where((token < ends[of][:, None]) & (sequence < N)[:, None], token, T).reshape(-1)
 
-    t = jnp.arange(T, dtype=jnp.int32)
-    owner = jnp.searchsorted(offsets, t, side="right").astype(jnp.int32) - 1
-    of_token = jnp.clip(owner, 0, N - 1)
-    place = first[of_token] * C + t - begins[of_token]
+    places = jnp.arange(chunks * C, dtype=jnp.int32)
     return _Layout(
-        token=token.reshape(-1),
-        place=jnp.where((owner >= 0) & (owner < N), place, chunks * C),
+        token=token,
+        place=jnp.full(T, chunks * C, jnp.int32).at[token].set(places, mode="drop"),
         sequence=sequence,
         is_first=(sequence < N) & (chunk == first[of]),
         last_chunk=jnp.where(counts > 0, after - 1, chunks),

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -281,6 +282,27 @@ def test_vmap_equals_a_loop() -> None:
         want_o, want_state = run(**call)
         assert relative_error(o[n], want_o) <= 1e-6
         assert relative_error(state[n], want_state) <= 1e-6
+
+
+def test_exported_with_symbolic_sizes() -> None:
+    inputs = small(lengths=(30, 0, 60))
+    names = (*ARRAYS, "cu_seqlens")
+    options = {name: x for name, x in inputs.items() if name not in names}
+    T, N = jax.export.symbolic_shape("T, N")
+
+    def symbolic(name: str) -> jax.ShapeDtypeStruct:
+        x = inputs[name]
+        if name in TOKEN_ARRAYS:
+            return jax.ShapeDtypeStruct((1, T, *x.shape[2:]), x.dtype)
+        first = {"cu_seqlens": N + 1, "initial_state": N}.get(name, x.shape[0])
+        return jax.ShapeDtypeStruct((first, *x.shape[1:]), x.dtype)
+
+    call = jax.jit(lambda arrays: run(**arrays, **options))
+    exported = jax.export.export(call)({name: symbolic(name) for name in inputs if name in names})
+    o, state = exported.call({name: inputs[name] for name in names})
+    want_o, want_state = numpy_recurrence(**inputs)
+    assert relative_error(o, want_o) <= 1e-5
+    assert relative_error(state, want_state) <= 1e-5
 
 
 def test_64_bit_mode_changes_nothing() -> None:
