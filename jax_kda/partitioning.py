@@ -62,10 +62,16 @@ def bind(primitive: Primitive, options: Options, operands: Sequence[jax.Array]) 
 def split_explicitly(
     options: Options, operands: Sequence[jax.Array], call: Callable[..., tuple[jax.Array, ...]]
 ) -> tuple[jax.Array, ...]:
-    """`call(*operands)`; over a mesh with explicit axes, a `shard_map` of it along their shardings."""
+    """`call(*operands)`; over a mesh with explicit axes, a `shard_map` of it along their shardings.
+
+    There the types say how everything is split, so no partitioner is asked. What cannot be had is a vmap
+    whose mapped
+    axis is itself split over an explicit mesh axis: JAX refuses to map the `shard_map`. Fold that axis into B
+    first.
+    """
     types = [jax.typeof(x) for x in operands]
-    mesh = jax.sharding.get_abstract_mesh()  # under vmap over a sharded axis, without that axis's mesh axes
-    if mesh.empty:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:  # outside jax.set_mesh
         mesh = next((t.sharding.mesh for t in types if not t.sharding.mesh.empty), mesh)
     if not mesh.explicit_axes:
         return call(*operands)
@@ -96,8 +102,7 @@ def local_problem(problem: Problem, operands: dict[str, Any]) -> Problem:
 
 
 def _split(problem: Problem, specs: dict[str, Sequence[Axes]], sizes: dict[Any, int]) -> tuple[Axes, Axes]:
-    """The mesh axes that split the batch and the value heads, given the specs of q, k, v, g and the mesh's
-    sizes.
+    """The mesh axes that split the batch and the value heads, by the specs of q, k, v, g.
 
     The first of q, k, v, g that is split decides: slicing a whole operand is free, gathering a split one is
     not. Where a size does not divide, that dimension stays whole.

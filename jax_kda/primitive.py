@@ -75,8 +75,8 @@ def _compiled(*operands: jax.Array, options: Options) -> Any:
 def _abstract(*operands: Any, options: Options) -> tuple[Any, ...]:
     problem = Problem.from_operands(options, operands)
     v = operands[2]
-    # Results are made from v's type, so that they vary over the mesh axes that it does (all operands do:
-    # prefill).
+    # Made from v's type, results vary over the mesh axes that v varies over: those of all operands, see
+    # prefill.
     output = v.update(shape=problem.output_shape, weak_type=False)
     if not options.output_final_state:
         return (output,)
