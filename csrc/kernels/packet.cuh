@@ -1,16 +1,15 @@
 // The packet: everything K2 needs of one chunk, in the layout that its matrix products read.
 //
-// A stage of shared memory holds a chunk's packet and its values. The bounded scheme's K1 reads the raw rows from a buffer of its own; the
-// unbounded scheme's receives them in the stage and turns them into the packet in place:
+// A stage of shared memory first receives the raw rows of a chunk (k, q, gates, values); K1 then turns it into the packet *in place*:
 //
-//   offset     packet                                                            raw rows, where in place
-//   kKeyQuery  -Kd above Qd: [2 panels][64 rows][64] bf16, 128-byte swizzle      k above q
-//   kKr        Kr: [2 panels][32 rows][64] bf16, 128-byte swizzle                gates (bf16)
-//   kA         A = (I + L)^-1 diag(beta): [32][32] bf16, 64-byte swizzle
-//   kM         M: the same
-//   kDecay     a = exp(G_C): [128] f32, columns in the order of decay_slot
-//   kValues    v: [1 or 2 panels][32 rows][64] bf16, 128-byte swizzle            v
-//   kGatesF32  -                                                                 gates (f32): [4 panels][32 rows][32]
+//   offset     raw rows                              packet
+//   kKeyQuery  k and q, two 64-channel panels        -Kd above Qd: [2 panels][64 rows][64] bf16, 128-byte swizzle
+//   kKr        gates (bf16), two panels              Kr: [2 panels][32 rows][64] bf16, 128-byte swizzle
+//   kA         -                                     A = (I + L)^-1 diag(beta): [32][32] bf16, 64-byte swizzle
+//   kM         -                                     M: the same
+//   kDecay     -                                     a = exp(G_C): [128] f32, columns in the order of decay_slot
+//   kValues    v, two 64-channel panels              the same: [2 panels][32 rows][64] bf16, 128-byte swizzle
+//   kGatesF32  gates (f32), four 32-channel panels   -            (only where the gates are f32)
 //
 // A swizzle of 128 (64) bytes XORs the index of a 16-byte unit within its row with bits 7..9 (7..8) of the byte offset.
 #pragma once
@@ -36,7 +35,7 @@ constexpr uint32_t kDecay = kM + kChunk * kChunk * 2;
 constexpr uint32_t kPacketBytes = kDecay + kHeadDim * 4;
 constexpr uint32_t kValues = (kPacketBytes + 1023) / 1024 * 1024;
 constexpr uint32_t kGatesF32 = kValues + 2 * kPanel;
-constexpr uint32_t bytes(bool gates_f32_in_place) { return kGatesF32 + (gates_f32_in_place ? 4 * kPanel : 0); }
+constexpr uint32_t bytes(bool gates_f32) { return kGatesF32 + (gates_f32 ? 4 * kPanel : 0); }
 }  // namespace stage
 
 // Byte offset of 16-byte unit `unit` (0..7) of row `row` in a panel with 128-byte rows.

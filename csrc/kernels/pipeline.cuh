@@ -48,8 +48,9 @@ KDA_DEVICE void copy_tensor(uint32_t to, const void* map, int x, int y, int z, u
 KDA_DEVICE void fence_async_shared() { cuda::ptx::fence_proxy_async(cuda::ptx::space_shared); }
 
 // 16 bytes from global to shared memory, or zeros where `valid` is false (then nothing is read).
-KDA_DEVICE void copy16_or_zero(uint32_t to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+template <bool kAlwaysValid> KDA_DEVICE void copy16_or_zero(uint32_t to, const void* from, bool valid) {
+  if constexpr (kAlwaysValid) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+  else asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 KDA_DEVICE void copies_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

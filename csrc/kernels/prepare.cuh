@@ -15,7 +15,7 @@ struct PrepareContext {
   float scale;
   bool l2norm;
   uint32_t bias;     // shared: dt_bias * gate.slope, [128] f32
-  uint32_t memory;   // shared: of this group
+  uint32_t scratch;  // shared: of this group
   int barrier;       // named barrier of this group
   int tiles_barrier;  // another one
   int warp;          // within the group

@@ -5,15 +5,15 @@
 //               products: the eight tokens 8 w ... of k and q, as rows of L and M
 //
 //   1. norms (products), and log decays with their running sums from the start of the 16-token block, kept in registers;
-//      factors of the tokens and totals of the blocks to the group's memory                                          -- group barrier
+//      factors of the tokens and totals of the blocks to scratch                                                     -- group barrier
 //   2. exp, and everything that is a row scaled by exponentials:
 //        packet   Kd = -k e^G, Qd = q e^G, Kr = k e^(G_31 - G), decay e^G_31
-//        over the raw rows   the factors of the pair weights e^(G_i - G_j):
+//        scratch  the factors of the pair weights e^(G_i - G_j):
 //                   within a block   rows e^(G_i - G_start)  x  columns e^(G_start - G_j)      (both within 2^+-116)
 //                   across blocks    rows e^(G_i - G_15)     x  columns e^(G_15 - G_j)         (both <= 1)
 //      For rows of block 0 the packet's Kd, Qd are those rows; block 1's rows serve both products.                    -- group barrier
-//   3. L and M by 8 x 8 tiles; M to the packet, L to the group's memory                         -- group barrier, where three warps only arrive
-//   4. the warp whose turn it is inverts I + L and writes A; the others go on to the next chunk
+//   3. L and M by 8 x 8 tiles; M to the packet, L to scratch                                    -- group barrier, where three warps only arrive
+//   4. the warp whose turn it is inverts I + L and writes A; the others are at the next chunk already
 //
 // No reference depends on a later token of the chunk. The diagonal of M is q.k, its pair weight exactly one.
 #pragma once
@@ -31,33 +31,28 @@ namespace jax_kda {
 
 template <bool kGatesF32> struct PrepareBounded {
   static constexpr int kWarps = 4;
-  // A group's memory, bytes from its start. Panels as in the packet: 64 channels, rows of 128 bytes, 128-byte swizzle.
-  // First buffers of raw rows: two where they fit, so that the next chunk's rows arrive during all of this one's preparation.
-  static constexpr int kBuffers = kGatesF32 ? 1 : 2;
-  static constexpr uint32_t kKeyQuery = 0;        // raw [2 panels][32 of k, 32 of q]; then: block 1's rows in their place, and over block 0's k its
-                                                  // columns for block 1's rows
-  static constexpr uint32_t kGates = 4 * kPanel;  // raw; then: columns within blocks, [2 panels][32]
-  static constexpr uint32_t kBufferBytes = kGates + (kGatesF32 ? 4 : 2) * kPanel;
-  static constexpr uint32_t kTotals = kBuffers * kBufferBytes;  // running sums at the blocks' ends, base 2: [2 blocks][128] f32
-  static constexpr uint32_t kFactors = kTotals + 1024;          // [2: turns alternate][32 tokens] 1/|k|, scale / |q|, M's diagonal, beta
-  static constexpr uint32_t kTiles = kFactors + 1024;           // -L: [10 tiles][32 lanes] 2 f32
-  static constexpr uint32_t kBytes = (kTiles + 10 * 256 + 1023) / 1024 * 1024;
-  static KDA_DEVICE uint32_t buffer(uint32_t memory, int turn) { return memory + (kBuffers == 2 ? (turn & 1) * kBufferBytes : 0); }
+  // Scratch of one group, bytes from its start. Panels as in the packet: 64 channels, rows of 128 bytes, 128-byte swizzle.
+  static constexpr uint32_t kRows = 0;                       // block 1's rows: [k, q][2 panels][16]; q as far behind k as in the packet
+  static constexpr uint32_t kColumns = kRows + 2 * kPanel;   // columns within blocks: [2 panels][32]
+  static constexpr uint32_t kAcross = kColumns + 2 * kPanel;  // block 0's columns for block 1's rows: [2 panels][16]
+  static constexpr uint32_t kTotals = kAcross + kPanel;      // running sums at the blocks' ends, base 2: [2 blocks][128] f32
+  static constexpr uint32_t kFactors = kTotals + 1024;       // [2: turns alternate][32 tokens] 1/|k|, scale / |q|, M's diagonal, beta
+  static constexpr uint32_t kTiles = kFactors + 1024;        // -L: [10 tiles][32 lanes] 2 f32
+  static constexpr uint32_t kScratchBytes = kTiles + 10 * 256;
 
-  // betas: fetch(token) and value(bits, token). turn: how many chunks this group has prepared before. acquire() waits until the stage may be
-  // written. copy_next() starts the copy of the next rows: called by warp 0 where there are two buffers, else by one warp when the rows are used up.
-  template <class Betas, class Acquire, class CopyNext>
-  static KDA_DEVICE void run(const PrepareContext& c, uint32_t stage, Betas betas, int turn, Acquire acquire, CopyNext copy_next);
+  // turn: how many chunks this group has prepared before. copy_next() starts the copy of its next rows.
+  template <class CopyNext>
+  static KDA_DEVICE void run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int turn, CopyNext copy_next);
 };
 
 template <bool kGatesF32>
-template <class Betas, class Acquire, class CopyNext>
-KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t stage, Betas betas, int turn, Acquire acquire, CopyNext copy_next) {
+template <class CopyNext>
+KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t stage, int /*tokens*/, float beta, int turn, CopyNext copy_next) {
   const int lane = int(opaque(c.lane)), g = lane >> 2, t = lane & 3, w = c.warp;
   const int panel = w & 1, block = w >> 1;
-  const uint32_t memory = c.memory, rows = buffer(memory, turn);
+  const uint32_t scratch = opaque(c.scratch);
   // Two, because the warp that inverts may read its chunk's while the group writes the next one's.
-  const uint32_t factors = memory + kFactors + (turn & 1) * 512;
+  const uint32_t factors = scratch + kFactors + (turn & 1) * 512;
   // Byte offset of this lane's channel pair in row 0 of a panel; row r's is this ^ (r & 7) << 4, plus 128 r.
   const uint32_t pair = (lane >> 2) << 4 | (lane & 3) << 2;
 
@@ -65,9 +60,7 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
 
   // ---- 1. norms of tokens 8 w ..., as diagonals of small products
   {
-    const bool on_diagonal = t == (g >> 1);  // the lanes that will hold a token's
-    const uint32_t raw_beta = on_diagonal ? betas.fetch(w * 8 + g) : 0u;
-    const uint32_t quad = rows + kKeyQuery + ((lane >> 3) & 1) * stage::kQueryRows + panel_unit(lane & 7, lane >> 4) + w * 1024;
+    const uint32_t quad = stage + stage::kKeyQuery + ((lane >> 3) & 1) * stage::kQueryRows + panel_unit(lane & 7, lane >> 4) + w * 1024;
     float gram_k[2][4], gram_q[2][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) gram_k[0][i] = gram_k[1][i] = gram_q[0][i] = gram_q[1][i] = 0.f;
@@ -82,13 +75,14 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
         mma_bf16(gram_q[s & 1], f[s], f[s][1], f[s][3]);
       }
     }
-    if (on_diagonal) {
+    const float strength = shuffle(beta, w * 8 + g);
+    if (t == (g >> 1)) {
       const int odd = g & 1;
       const float kk = odd ? gram_k[0][1] + gram_k[1][1] : gram_k[0][0] + gram_k[1][0];
       const float qk = odd ? gram_k[0][3] + gram_k[1][3] : gram_k[0][2] + gram_k[1][2];
       const float qq = odd ? gram_q[0][3] + gram_q[1][3] : gram_q[0][2] + gram_q[1][2];
       const float rk = c.l2norm ? rsqrt_approx(kk + 1e-6f) : 1.f, rq = c.scale * (c.l2norm ? rsqrt_approx(qq + 1e-6f) : 1.f);
-      store_shared4(factors + (w * 8 + g) * 16, {rk, rq, qk * rk * rq, betas.value(raw_beta, w * 8 + g)});
+      store_shared4(factors + (w * 8 + g) * 16, {rk, rq, qk * rk * rq, strength});
     }
   }
   // log decays (base 2) and their running sums, of tokens 16 block ... and this lane's two channels
@@ -99,10 +93,10 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       if constexpr (kGatesF32) {  // four panels of 32 channels
-        const float2 x = load_shared2(rows + kGates + (panel * 2 + (lane >> 4)) * kPanel + panel_unit(block * 16 + i, (lane >> 1) & 7) + (lane & 1) * 8);
+        const float2 x = load_shared2(stage + stage::kGatesF32 + (panel * 2 + (lane >> 4)) * kPanel + panel_unit(block * 16 + i, (lane >> 1) & 7) + (lane & 1) * 8);
         sum[i][0] = x.x, sum[i][1] = x.y;
       } else {
-        sum[i][0] = load_shared(rows + kGates + panel * kPanel + block * 2048 + i * 128 + (pair ^ (i & 7) << 4));
+        sum[i][0] = load_shared(stage + stage::kKr + panel * kPanel + block * 2048 + i * 128 + (pair ^ (i & 7) << 4));
       }
     }
     float total[2] = {0.f, 0.f};
@@ -115,16 +109,14 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
         sum[i][e] = total[e];
       }
     }
-    store_shared2(memory + kTotals + block * 512 + channel * 4, total[0], total[1]);
+    store_shared2(scratch + kTotals + block * 512 + channel * 4, total[0], total[1]);
   }
   sync_group(c.barrier, kWarps * 32);
-  if (kBuffers == 2 && w == 0) copy_next();  // the other buffer: everyone is past its chunk
-  acquire();
 
   // ---- 2. scaled rows
   {
-    const float2 here = load_shared2(memory + kTotals + block * 512 + (panel * 64 + lane * 2) * 4);
-    const float2 there = load_shared2(memory + kTotals + (block ^ 1) * 512 + (panel * 64 + lane * 2) * 4);
+    const float2 here = load_shared2(scratch + kTotals + block * 512 + (panel * 64 + lane * 2) * 4);
+    const float2 there = load_shared2(scratch + kTotals + (block ^ 1) * 512 + (panel * 64 + lane * 2) * 4);
     const float end[2] = {exp2_approx(here.x), exp2_approx(here.y)}, other[2] = {exp2_approx(there.x), exp2_approx(there.y)};
     if (block == 0) {
       const int channel = panel * 64 + lane * 2;
@@ -132,12 +124,12 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
     }
     const uint32_t packet = stage + stage::kKeyQuery + panel * stage::kKeyQueryPanel + block * 2048;
     const uint32_t kr = stage + stage::kKr + panel * kPanel + block * 2048;
-    const uint32_t raw = rows + kKeyQuery + panel * stage::kKeyQueryPanel + block * 2048;
-    const uint32_t columns = rows + kGates + panel * kPanel + block * 2048;
+    const uint32_t columns = scratch + kColumns + panel * kPanel + block * 2048;
+    const uint32_t rows = scratch + kRows + panel * 2048, across = scratch + kAcross + panel * 2048;
     auto store_pair = [](uint32_t at, float x, float y) { store_shared_word(at, pack_bf16(x, y)); };
-    // Both blocks run the same code (what the instruction cache holds is short): rows scaled within the block go to the packet (block 0) or over
-    // the raw ones (block 1).
-    const uint32_t local = block == 0 ? packet : raw;
+    // Both blocks run the same code (what the instruction cache holds is short): rows scaled within the block go to the packet (block 0) or to
+    // scratch (block 1), and Kr is the block's own suffix times what follows it.
+    const uint32_t local = block == 0 ? packet : rows;
     constexpr int kBatch = 2;
     uint32_t kw[2][kBatch], qw[2][kBatch];
     float2 factor[2][kBatch];
@@ -146,7 +138,7 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
       for (int j = 0; j < kBatch; ++j) {
         const int i = batch * kBatch + j;
         const uint32_t at = i * 128 + (pair ^ (i & 7) << 4);
-        kw[batch & 1][j] = bits(load_shared(raw + at)), qw[batch & 1][j] = bits(load_shared(raw + stage::kQueryRows + at));
+        kw[batch & 1][j] = bits(load_shared(packet + at)), qw[batch & 1][j] = bits(load_shared(packet + stage::kQueryRows + at));
         factor[batch & 1][j] = load_shared2(factors + (block * 16 + i) * 16);
       }
     };
@@ -176,7 +168,7 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
 #pragma unroll
         for (int e = 0; e < 2; ++e) down[j][e] *= end[e], up[j][e] *= other[e];
         if (block == 0) {
-          store_pair(raw + at, down[j][0], down[j][1]);
+          store_pair(across + at, down[j][0], down[j][1]);
           down[j][0] *= other[0], down[j][1] *= other[1];
         } else {
           store_pair(packet + at, -k[j][0] * up[j][0], -k[j][1] * up[j][1]);
@@ -187,6 +179,7 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
     }
   }
   sync_group(c.barrier, kWarps * 32);
+  copy_next();
 
   // ---- 3. rows 8 w ... of L and M: tiles [column], [0..1] of -L / beta, [2..3] of M
   float tiles[4][4];
@@ -196,16 +189,17 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
     for (int e = 0; e < 4; ++e) tiles[i][e] = 0.f;
   {
     const uint32_t row_quad = panel_unit(lane & 7, lane >> 4) + (w & 1) * 1024;
-    const uint32_t row_at = (w < 2 ? stage + stage::kKeyQuery : rows + kKeyQuery + 2048) + ((lane >> 3) & 1) * stage::kQueryRows + row_quad;
+    const uint32_t row_at = (w < 2 ? stage + stage::kKeyQuery + ((lane >> 3) & 1) * stage::kQueryRows : scratch + kRows + ((lane >> 3) & 1) * stage::kQueryRows) + row_quad;
+    const uint32_t row_panel = w < 2 ? uint32_t(stage::kKeyQueryPanel) : 2048u;
     // columns of two 8-token tiles: {tile, tile + 1} x {channels 0-7, 8-15}
     const uint32_t column_quad = panel_unit(lane & 7, (lane >> 3) & 1) + (lane >> 4) * 1024;
-    const uint32_t within = rows + kGates + block * 2048 + column_quad, across = rows + kKeyQuery + column_quad;
+    const uint32_t within = scratch + kColumns + block * 2048 + column_quad, across = scratch + kAcross + column_quad;
     auto fetch = [&](uint32_t (&to)[4], uint32_t from, int s, uint32_t panel_bytes) { load_tiles(to, (from ^ ((s & 3) << 5)) + (s >> 2) * panel_bytes); };
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t a[4][4], b[4][4];
 #pragma unroll
-      for (int s = 0; s < 4; ++s) fetch(a[s], row_at, half * 4 + s, stage::kKeyQueryPanel), fetch(b[s], within, half * 4 + s, kPanel);
+      for (int s = 0; s < 4; ++s) fetch(a[s], row_at, half * 4 + s, row_panel), fetch(b[s], within, half * 4 + s, kPanel);
       if (block == 0) {
 #pragma unroll
         for (int s = 0; s < 4; ++s) mma_bf16(tiles[0], a[s], b[s][0], b[s][1]), mma_bf16(tiles[1], a[s], b[s][2], b[s][3]);
@@ -213,7 +207,7 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
 #pragma unroll
         for (int s = 0; s < 4; ++s) mma_bf16(tiles[2], a[s], b[s][0], b[s][1]), mma_bf16(tiles[3], a[s], b[s][2], b[s][3]);
 #pragma unroll
-        for (int s = 0; s < 4; ++s) fetch(b[s], across, half * 4 + s, stage::kKeyQueryPanel);
+        for (int s = 0; s < 4; ++s) fetch(b[s], across, half * 4 + s, 2048);
 #pragma unroll
         for (int s = 0; s < 4; ++s) mma_bf16(tiles[0], a[s], b[s][0], b[s][1]), mma_bf16(tiles[1], a[s], b[s][2], b[s][3]);
       }
@@ -231,10 +225,9 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
       tiles[i][2 + e] = column < row ? tiles[i][2 + e] : column == row ? own.x : 0.f;
     }
     m[i] = pack_bf16(tiles[i][2], tiles[i][3]);
-    if (i <= w) store_shared2(memory + kTiles + ((w * (w + 1) / 2 + i) * 32 + lane) * 8, tiles[i][0], tiles[i][1]);
+    if (i <= w) store_shared2(scratch + kTiles + ((w * (w + 1) / 2 + i) * 32 + lane) * 8, tiles[i][0], tiles[i][1]);
   }
   store_tiles(stage + stage::kM + square_unit(w * 8 + (lane & 7), lane >> 3), m[0], m[1], m[2], m[3]);
-  fence_async_shared();  // what this warp has written of the packet
   // A barrier of its own: the three that only arrive may reach the next chunk's barriers before the fourth comes here.
   if ((turn & 3) != w) {
     arrive_group(c.tiles_barrier, kWarps * 32);
@@ -243,14 +236,12 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
   sync_group(c.tiles_barrier, kWarps * 32);
 
   // ---- 4. A
-  if (kBuffers == 1) copy_next();
   invert_and_store(
       [&](int row, int column) {
-        const float2 x = load_shared2(memory + kTiles + ((row * (row + 1) / 2 + column) * 32 + lane) * 8);
+        const float2 x = load_shared2(scratch + kTiles + ((row * (row + 1) / 2 + column) * 32 + lane) * 8);
         return Tile{{x.x, x.y}};
       },
       load_shared(factors + lane * 16 + 12), stage, lane);
-  fence_async_shared();
 }
 
 }  // namespace jax_kda

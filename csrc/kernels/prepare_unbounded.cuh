@@ -36,13 +36,13 @@ template <bool kGatesF32> struct PrepareUnbounded {
   static constexpr uint32_t kSquares = kColumns + kWarps * 512;          // [2: L of warp 1, M of warp 0][10 tiles][32 lanes] 2 floats
   static constexpr uint32_t kSquaresBytes = 10 * 256;
   // f32 gates leave no room: there the partial squares go over gates that have been used, those of the warp that writes.
-  static constexpr uint32_t kBytes = kSquares + (kGatesF32 ? 0 : 2 * kSquaresBytes);
+  static constexpr uint32_t kScratchBytes = kSquares + (kGatesF32 ? 0 : 2 * kSquaresBytes);
   static KDA_DEVICE uint32_t squares(uint32_t scratch, uint32_t stage, int which) {
     return kGatesF32 ? stage + stage::kGatesF32 + (which == 0 ? 2 * kPanel : 0) : scratch + kSquares + which * kSquaresBytes;
   }
 
   template <class CopyNext>
-  static KDA_DEVICE void run(const PrepareContext& c, uint32_t stage, int tokens, float beta, CopyNext copy_next);
+  static KDA_DEVICE void run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int turn, CopyNext copy_next);
 };
 
 // The block of 16 tokens x 16 channels of one lane: element 4 n + 2 h + e is (token 8 h + g, channel 8 n + 2 t + e).
@@ -50,10 +50,10 @@ using Block = float[8];
 
 template <bool kGatesF32>
 template <class CopyNext>
-KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32_t stage, int tokens, float beta, CopyNext copy_next) {
+KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int /*turn*/, CopyNext copy_next) {
   constexpr uint32_t kUnit = 0x1000, kMinusUnit = 0x9000;  // f16 +-2^-11: undoes kGateUnit inside the running sums
   const int lane = int(opaque(c.lane)), g = lane >> 2, t = lane & 3;
-  const uint32_t scratch = opaque(c.memory);
+  const uint32_t scratch = opaque(c.scratch);
 
   // Fragment addresses. Mixed quad {k, q} x {channels 0-7, 8-15} of 8 tokens: A operand with rows 0-7 from k and rows 8-15 from q.
   const uint32_t mixed = stage + stage::kKeyQuery + ((lane >> 3) & 1) * stage::kQueryRows + panel_unit(lane & 7, lane >> 4);

@@ -22,46 +22,23 @@ struct Task {
 
 KDA_DEVICE int clamped(int x, int low, int high) { return x < low ? low : (x > high ? high : x); }
 
-KDA_DEVICE int sequence_length(const int32_t* offsets, int n, int T) {
-  const int begin = clamped(offsets[n], 0, T);
-  return clamped(offsets[n + 1], begin, T) - begin;
-}
-
-// Packed sequences go longest first, so that no long one starts when the others are done. Ordered on the device, from the lengths found there:
-// every CTA finds the sequence of its rank. All threads call this; `found` is a word of shared memory.
-constexpr int kOrderedSequences = 256;
-KDA_DEVICE int sequence_of_rank(const PrefillArgs& a, int rank, uint32_t found) {
-  if (!a.offsets || a.B != 1 || a.N == 1 || a.N > kOrderedSequences) return rank;
-  const int N = int(a.N), T = int(a.T);
-  for (int i = threadIdx.x; i < N; i += blockDim.x) {
-    const int length = sequence_length(a.offsets, i, T);
-    int before = 0;
-    for (int j = 0; j < N; ++j) {
-      const int other = sequence_length(a.offsets, j, T);
-      before += other > length || (other == length && j < i);
-    }
-    if (before == rank) store_shared_word(found, uint32_t(i));
-  }
-  __syncthreads();
-  return int(bits(load_shared(found)));
-}
-
-KDA_DEVICE Task find_task(const PrefillArgs& a, uint32_t index, uint32_t found) {
+KDA_DEVICE Task find_task(const PrefillArgs& a, uint32_t index) {
   Task k;
   k.head = int(index % uint32_t(a.HV));
   k.key_head = k.head / int(a.HV / a.H);
-  k.sequence = sequence_of_rank(a, int(index / uint32_t(a.HV)), found);
+  k.sequence = index / uint32_t(a.HV);
   k.row = k.sequence / a.N;
   const int n = int(k.sequence - k.row * a.N), T = int(a.T);
   k.first = n == 0, k.last = n == a.N - 1;
   k.begin = 0, k.tokens = T;
   if (a.offsets) {
-    const int32_t* offsets = a.offsets + k.row * (a.N + 1);
-    k.begin = clamped(offsets[n], 0, T);
-    k.tokens = sequence_length(offsets, n, T);
+    const int32_t* offsets = a.offsets + k.row * (a.N + 1) + n;
+    k.begin = clamped(offsets[0], 0, T);
+    k.tokens = clamped(offsets[1], k.begin, T) - k.begin;
   }
   return k;
 }
+
 // First element of this task in arrays [B, T, heads, width].
 KDA_DEVICE int64_t first_row(const PrefillArgs& a, const Task& k, int64_t heads, int64_t head, int64_t width) {
   return ((k.row * a.T + k.begin) * heads + head) * width;
@@ -127,6 +104,9 @@ KDA_DEVICE void copy_state(const void* from, DType from_dtype, void* to, DType t
   }
 }
 
+// A warp group's copy of a chunk's raw rows into a stage; rows past the end of the sequence become zeros and are not read. Their gates become
+// minus infinity where the scheme is bounded: the safe gate's activation makes no decay of it.
+// Addresses are formed from the chunk each time: kept across a preparation they would cost more registers than this costs instructions.
 // `where` is shared memory: the task, as put_rows left it there.
 struct Rows {
   int64_t first_token;  // over all batch rows
@@ -134,10 +114,8 @@ struct Rows {
 };
 KDA_DEVICE void put_rows(uint32_t where, const PrefillArgs& a, const Task& k) {
   const int64_t first = k.row * a.T + k.begin;
-  store_shared(where + 16, from_bits(k.tokens));
   store_shared4(where, {from_bits(uint32_t(first)), from_bits(uint32_t(first >> 32)), from_bits(k.head), from_bits(k.key_head)});
 }
-KDA_DEVICE int get_tokens(uint32_t where) { return int(bits(load_shared(where + 16))); }
 KDA_DEVICE Rows get_rows(uint32_t where) {
   const float4 x = load_shared4(where);
   return {int64_t(uint64_t(bits(x.y)) << 32 | bits(x.x)), int(bits(x.z)), int(bits(x.w))};
@@ -150,50 +128,44 @@ KDA_DEVICE uint32_t load_raw_beta(const PrefillArgs& a, const Rows& k, int token
 }
 KDA_DEVICE float beta_value(uint32_t raw, DType dtype) { return dtype == DType::kF32 ? from_bits(raw) : low_bf16(raw); }
 
-// Copies of a chunk's rows by the threads of a group, for tails (and where no tensor map can be had): rows past the end of the sequence become zeros
-// and are not read. Addresses are formed from the chunk each time: kept across a preparation they would cost more registers than this costs
-// instructions. A row has kUnits 16-byte units, eight to a panel; at(panel) is where a panel of 32 rows goes.
-template <int kThreads, int kUnits, class At>
-KDA_DEVICE void copy_rows_by_threads(const void* from, int64_t first_row, int64_t row_bytes, int left, int thread, At at) {
-  thread = int(opaque(thread));
-#pragma unroll 2
-  for (int i = thread; i < kChunk * kUnits; i += kThreads) {
-    const int row = i / kUnits, unit = i % kUnits;
-    copy16_or_zero(at(unit >> 3) + panel_unit(row, unit & 7), static_cast<const char*>(from) + (first_row * row_bytes + row * row_bytes) + unit * 16, row < left);
-  }
-}
-
-template <bool kGatesF32, int kThreads>
-KDA_DEVICE void load_raw(const PrefillArgs& a, uint32_t where, uint32_t key_query, uint32_t gates, int chunk, int tokens, int thread) {
+template <bool kBounded, bool kGatesF32, int kThreads>
+KDA_DEVICE void load_rows(const PrefillArgs& a, uint32_t where, uint32_t stage, int chunk, int tokens, int thread) {
   const Rows k = get_rows(where);
-  const int64_t token = k.first_token + chunk * kChunk;
-  const int left = tokens - chunk * kChunk;
-  const int64_t key_row = a.H * (kHeadDim * 2), gate_row = a.HV * (kHeadDim * (kGatesF32 ? 4 : 2));
-  auto rows = [&](const void* p, int64_t row_bytes, int64_t head_at, auto units, auto at) {
-    copy_rows_by_threads<kThreads, units.value>(static_cast<const char*>(p) + head_at, token, row_bytes, left, thread, at);
-  };
-  using Row = std::integral_constant<int, 16>;
-  rows(a.k, key_row, k.key_head * 256, Row(), [&](int panel) { return key_query + panel * stage::kKeyQueryPanel; });
-  rows(a.q, key_row, k.key_head * 256, Row(), [&](int panel) { return key_query + panel * stage::kKeyQueryPanel + stage::kQueryRows; });
-  rows(a.g, gate_row, k.head * int64_t(kGatesF32 ? 512 : 256), std::integral_constant<int, kGatesF32 ? 32 : 16>(),
-       [&](int panel) { return gates + panel * kPanel; });
-}
-
-// Values of channels 64 first_panel ..., kPanels panels of them.
-template <int kPanels, int kThreads>
-KDA_DEVICE void load_values(const PrefillArgs& a, uint32_t where, uint32_t to, int first_panel, int chunk, int tokens, int thread) {
-  const Rows k = get_rows(where);
-  copy_rows_by_threads<kThreads, 8 * kPanels>(static_cast<const char*>(a.v) + k.head * int64_t(256) + first_panel * 128, k.first_token + chunk * kChunk,
-                                              a.HV * (kHeadDim * 2), tokens - chunk * kChunk, thread, [&](int panel) { return to + panel * kPanel; });
-}
-
-// The gates of a tail, minus infinity past its end: the safe gate's activation makes no decay of that. The group's copies must have arrived.
-template <bool kGatesF32, int kThreads> KDA_DEVICE void silence_tail(uint32_t gates, int left, int thread) {
   thread = int(opaque(thread));
-  const float none = kGatesF32 ? -INFINITY : from_bits(0xff80ff80u);
-  for (int i = left * 8 + thread; i < kChunk * 8; i += kThreads)
+  const int unit = thread & 15, first = thread >> 4, left = tokens - chunk * kChunk;
+  const int64_t token = k.first_token + (chunk * kChunk + first);
+  const int64_t key_at = (token * a.H + k.key_head) * (kHeadDim * 2) + unit * 16, key_step = a.H * (kHeadDim * 2);
+  const int64_t value_at = (token * a.HV + k.head) * (kHeadDim * 2) + unit * 16, value_step = a.HV * (kHeadDim * 2);
+  const char *key = static_cast<const char*>(a.k) + key_at, *query = static_cast<const char*>(a.q) + key_at;
+  const char* value = static_cast<const char*>(a.v) + value_at;
+  const char* gate = static_cast<const char*>(a.g) + (kGatesF32 ? 2 * value_at - unit * 16 : value_at);
+  const uint32_t panel = unit >> 3, at = panel_unit(first, unit & 7);  // row first + 8 i is 1024 i bytes further: the swizzle repeats
+  const uint32_t to_key = stage + stage::kKeyQuery + panel * stage::kKeyQueryPanel + at, to_value = stage + stage::kValues + panel * kPanel + at;
+  const uint32_t to_gate = stage + (kGatesF32 ? stage::kGatesF32 : stage::kKr) + panel * kPanel + at;
+  constexpr int kRows = kThreads / 16;
+  static_assert(kRows % 8 == 0 || kRows == 4);
+  auto copy = [&](auto whole) {
 #pragma unroll
-    for (int panel = 0; panel < (kGatesF32 ? 4 : 2); ++panel) store_shared4(gates + panel * kPanel + panel_unit(i >> 3, i & 7), {none, none, none, none});
+    for (int i = 0; i < kChunk / kRows; ++i) {
+      const bool valid = whole.value || first + i * kRows < left;
+      // with four rows a pass, every second pass falls on the other half of the swizzle
+      const uint32_t down = kRows == 4 ? (i >> 1) * 1024 + (i & 1) * 512 : i * kRows * 128, flip = kRows == 4 ? (i & 1) << 6 : 0;
+      copy16_or_zero<whole.value>((to_key ^ flip) + down, key, valid);
+      copy16_or_zero<whole.value>((to_key ^ flip) + down + stage::kQueryRows, query, valid);
+      copy16_or_zero<whole.value>((to_value ^ flip) + down, value, valid);
+      if (kBounded && !valid) {
+        const float none = kGatesF32 ? -INFINITY : from_bits(0xff80ff80u);
+        store_shared4((to_gate ^ flip) + down, {none, none, none, none});
+        if constexpr (kGatesF32) store_shared4((to_gate ^ flip) + down + 2 * kPanel, {none, none, none, none});
+      } else {
+        copy16_or_zero<whole.value>((to_gate ^ flip) + down, gate, valid);
+        if constexpr (kGatesF32) copy16_or_zero<whole.value>((to_gate ^ flip) + down + 2 * kPanel, gate + 256, valid);
+      }
+      key += key_step * kRows, query += key_step * kRows, value += value_step * kRows, gate += (kGatesF32 ? 2 : 1) * value_step * kRows;
+    }
+  };
+  if (left >= kChunk) copy(std::true_type());
+  else copy(std::false_type());
 }
 
 }  // namespace jax_kda

@@ -46,26 +46,19 @@ inline cudaError_t make_tensor_maps(const PrefillArgs& a, TensorMaps& maps) {
 }
 
 // By one thread. The barrier completes when all rows are there.
-template <bool kGatesF32>
-KDA_DEVICE void copy_raw(const TensorMaps& maps, const Rows& k, uint32_t key_query, uint32_t gates, int chunk, uint32_t barrier) {
+template <bool kGatesF32> KDA_DEVICE void copy_rows(const TensorMaps& maps, const Rows& k, uint32_t stage, int chunk, uint32_t barrier) {
   const int token = int(k.first_token) + chunk * kChunk;
-  barrier_expect(barrier, (4 + (kGatesF32 ? 4 : 2)) * kPanel);
+  barrier_expect(barrier, (8 + (kGatesF32 ? 2 : 0)) * kPanel);
 #pragma unroll
   for (int p = 0; p < 2; ++p) {
-    copy_tensor(key_query + p * stage::kKeyQueryPanel, &maps.k, 64 * p, k.key_head, token, barrier);
-    copy_tensor(key_query + p * stage::kKeyQueryPanel + stage::kQueryRows, &maps.q, 64 * p, k.key_head, token, barrier);
+    const uint32_t kq = stage + stage::kKeyQuery + p * stage::kKeyQueryPanel;
+    copy_tensor(kq, &maps.k, 64 * p, k.key_head, token, barrier);
+    copy_tensor(kq + stage::kQueryRows, &maps.q, 64 * p, k.key_head, token, barrier);
+    copy_tensor(stage + stage::kValues + p * kPanel, &maps.v, 64 * p, k.head, token, barrier);
   }
 #pragma unroll
-  for (int p = 0; p < (kGatesF32 ? 4 : 2); ++p) copy_tensor(gates + p * kPanel, &maps.g, (kGatesF32 ? 32 : 64) * p, k.head, token, barrier);
-}
-
-// Values of channels 64 first_panel ..., kPanels panels of them; `more` bytes will come to the barrier by other ways.
-template <int kPanels>
-KDA_DEVICE void copy_values(const TensorMaps& maps, const Rows& k, uint32_t to, int first_panel, int chunk, uint32_t barrier, uint32_t more = 0) {
-  barrier_expect(barrier, kPanels * kPanel + more);
-#pragma unroll
-  for (int p = 0; p < kPanels; ++p)
-    copy_tensor(to + p * kPanel, &maps.v, 64 * (first_panel + p), k.head, int(k.first_token) + chunk * kChunk, barrier);
+  for (int p = 0; p < (kGatesF32 ? 4 : 2); ++p)
+    copy_tensor(stage + (kGatesF32 ? stage::kGatesF32 : stage::kKr) + p * kPanel, &maps.g, (kGatesF32 ? 32 : 64) * p, k.head, token, barrier);
 }
 
 }  // namespace jax_kda
