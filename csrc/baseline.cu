@@ -44,10 +44,11 @@ template <bool kBounded, bool kGatesF32> struct Baseline {
   static constexpr uint32_t kOnes = kStaging + kConsumers * 4 * 1024;
   static constexpr uint32_t kBias = kOnes + kHeadDim * 4;
   static constexpr uint32_t kRows = kBias + kHeadDim * 4;  // where the task's rows lie
-  static constexpr uint32_t kFull = kRows + 16;
+  static constexpr uint32_t kFull = kRows + 24;
   static constexpr uint32_t kEmpty = kFull + kStages * 8;
   static constexpr uint32_t kRaw = kEmpty + kStages * 8;  // a group's raw rows are there (those that the copy engine brings)
-  static constexpr uint32_t kBytes = kRaw + kGroups * 8;
+  static constexpr uint32_t kFound = kRaw + kGroups * 8;
+  static constexpr uint32_t kBytes = kFound + 8;
   static_assert(kBytes <= 232448, "more shared memory than a CTA can have");
 };
 
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(Baseline<kBounded, kGatesF32>::kThreads, 1) ba
   const uint32_t base = shared_address(shared);
   const int thread = threadIdx.x, lane = thread & 31;
   const int warp = __shfl_sync(0xffffffffu, thread >> 5, 0);  // known to be uniform: no divergence code around the roles
-  const Task task = find_task(a, blockIdx.x);
+  const Task task = find_task(a, blockIdx.x, base + L::kFound);
 
   const GateConstants gate = gate_constants<kBounded>(
       a.gate, a.a_log ? a.a_log[(a.gate_rows > 1 ? task.row : 0) * a.HV + task.head] : 0.f, a.lower_bound);
@@ -83,35 +84,36 @@ __global__ void __launch_bounds__(Baseline<kBounded, kGatesF32>::kThreads, 1) ba
     const int producer = warp - L::kConsumers * 4, group = producer / L::Prepare::kWarps, member = producer % L::Prepare::kWarps;
     const PrepareContext context = {gate, a.scale, a.l2norm, base + L::kBias, base + L::kScratch + group * L::Prepare::kScratchBytes,
                                     1 + group, 1 + L::kGroups + group, member, lane};
-    const int tokens = task.tokens, chunks = (tokens + kChunk - 1) / kChunk;
+    // From shared memory each time: a register less in the hot phases.
+    auto tokens = [&] { return get_tokens(base + L::kRows); };
     uint32_t raw_beta = 0;  // of token `lane` of the chunk whose rows are on their way
     auto load = [&](int chunk) {
-      if (chunk >= chunks) return;
+      if (chunk * kChunk >= tokens()) return;
       const int slot = chunk % L::kStages, turn = chunk / L::kStages;
       const uint32_t stage = base + slot * L::kStageBytes;
-      const bool by_engine = maps.usable && (chunk + 1) * kChunk <= tokens;
+      const bool by_engine = maps.usable && (chunk + 1) * kChunk <= tokens();
       if (!by_engine || member == 0) {
         if (turn > 0) barrier_wait(base + L::kEmpty + 8 * slot, (turn - 1) & 1);
-        if (!by_engine) load_rows<kBounded, kGatesF32, L::kGroupThreads>(a, base + L::kRows, stage, chunk, tokens, member * 32 + lane);
+        if (!by_engine) load_rows<kBounded, kGatesF32, L::kGroupThreads>(a, base + L::kRows, stage, chunk, tokens(), member * 32 + lane);
         else if (lane == 0) copy_rows<kGatesF32>(maps, get_rows(base + L::kRows), stage, chunk, base + L::kRaw + 8 * group);
       }
       const int token = chunk * kChunk + lane;
-      if (token < tokens) raw_beta = load_raw_beta(a, get_rows(base + L::kRows), token);
+      if (token < tokens()) raw_beta = load_raw_beta(a, get_rows(base + L::kRows), token);
     };
 
     load(group);
     zero_outside(a, task, producer * 32 + lane, L::kGroups * L::kGroupThreads);
 #pragma unroll 1
-    for (int chunk = group; chunk < chunks; chunk += L::kGroups) {
-      const float beta = chunk * kChunk + lane < tokens ? write_strength(beta_value(raw_beta, a.beta_dtype), a.beta_mode) : 0.f;
-      if (maps.usable && (chunk + 1) * kChunk <= tokens) {
+    for (int chunk = group; chunk * kChunk < tokens(); chunk += L::kGroups) {
+      const float beta = chunk * kChunk + lane < tokens() ? write_strength(beta_value(raw_beta, a.beta_dtype), a.beta_mode) : 0.f;
+      if (maps.usable && (chunk + 1) * kChunk <= tokens()) {
         barrier_wait(base + L::kRaw + 8 * group, (chunk / L::kGroups) & 1);
       } else {
         copies_wait_all();
         sync_group(context.barrier, L::kGroupThreads);
       }
       const int slot = chunk % L::kStages;
-      L::Prepare::run(context, base + slot * L::kStageBytes, tokens - chunk * kChunk, beta, chunk / L::kGroups,
+      L::Prepare::run(context, base + slot * L::kStageBytes, tokens() - chunk * kChunk, beta, chunk / L::kGroups,
                       [&] { if constexpr (L::kCopyAhead) load(chunk + L::kGroups); });
       fence_async_shared();
       sync_warp();
@@ -124,8 +126,9 @@ __global__ void __launch_bounds__(Baseline<kBounded, kGatesF32>::kThreads, 1) ba
     const RecurrenceContext context = {base, warp, value_row, lane,
                                        static_cast<uint16_t*>(a.o) + first_row(a, task, a.HV, task.head, kHeadDim) + value_row,
                                        int(a.HV) * kHeadDim, task.tokens};
+    const int64_t state_at = task.sequence * a.HV + task.head;
     auto state = [&](const void* p, DType dtype) {
-      return p ? static_cast<const char*>(p) + int64_t(blockIdx.x) * (kHeadDim * kHeadDim * (dtype == DType::kF32 ? 4 : 2)) : nullptr;
+      return p ? static_cast<const char*>(p) + state_at * (kHeadDim * kHeadDim * (dtype == DType::kF32 ? 4 : 2)) : nullptr;
     };
     if (task.tokens > 0) {
       State st;

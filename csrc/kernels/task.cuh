@@ -22,23 +22,46 @@ struct Task {
 
 KDA_DEVICE int clamped(int x, int low, int high) { return x < low ? low : (x > high ? high : x); }
 
-KDA_DEVICE Task find_task(const PrefillArgs& a, uint32_t index) {
+KDA_DEVICE int sequence_length(const int32_t* offsets, int n, int T) {
+  const int begin = clamped(offsets[n], 0, T);
+  return clamped(offsets[n + 1], begin, T) - begin;
+}
+
+// Packed sequences go longest first, so that no long one starts when the others are done. Ordered on the device, from the lengths found there:
+// every CTA finds the sequence of its rank. All threads call this; `found` is a word of shared memory.
+constexpr int kOrderedSequences = 256;
+KDA_DEVICE int sequence_of_rank(const PrefillArgs& a, int rank, uint32_t found) {
+  if (!a.offsets || a.B != 1 || a.N == 1 || a.N > kOrderedSequences) return rank;
+  const int N = int(a.N), T = int(a.T);
+  for (int i = threadIdx.x; i < N; i += blockDim.x) {
+    const int length = sequence_length(a.offsets, i, T);
+    int before = 0;
+    for (int j = 0; j < N; ++j) {
+      const int other = sequence_length(a.offsets, j, T);
+      before += other > length || (other == length && j < i);
+    }
+    if (before == rank) store_shared_word(found, uint32_t(i));
+  }
+  __syncthreads();
+  return int(bits(load_shared(found)));
+}
+
+KDA_DEVICE Task find_task(const PrefillArgs& a, uint32_t index, uint32_t found) {
   Task k;
   k.head = int(index % uint32_t(a.HV));
   k.key_head = k.head / int(a.HV / a.H);
-  k.sequence = index / uint32_t(a.HV);
+  k.sequence = sequence_of_rank(a, int(index / uint32_t(a.HV)), found);
   k.row = k.sequence / a.N;
   const int n = int(k.sequence - k.row * a.N), T = int(a.T);
   k.first = n == 0, k.last = n == a.N - 1;
   k.begin = 0, k.tokens = T;
   if (a.offsets) {
-    const int32_t* offsets = a.offsets + k.row * (a.N + 1) + n;
-    k.begin = clamped(offsets[0], 0, T);
-    k.tokens = clamped(offsets[1], k.begin, T) - k.begin;
+    const int32_t* offsets = a.offsets + k.row * (a.N + 1);
+    k.begin = clamped(offsets[n], 0, T);
+    k.tokens = sequence_length(offsets, n, T);
   }
   return k;
 }
-
 // First element of this task in arrays [B, T, heads, width].
 KDA_DEVICE int64_t first_row(const PrefillArgs& a, const Task& k, int64_t heads, int64_t head, int64_t width) {
   return ((k.row * a.T + k.begin) * heads + head) * width;
@@ -114,8 +137,10 @@ struct Rows {
 };
 KDA_DEVICE void put_rows(uint32_t where, const PrefillArgs& a, const Task& k) {
   const int64_t first = k.row * a.T + k.begin;
+  store_shared(where + 16, from_bits(k.tokens));
   store_shared4(where, {from_bits(uint32_t(first)), from_bits(uint32_t(first >> 32)), from_bits(k.head), from_bits(k.key_head)});
 }
+KDA_DEVICE int get_tokens(uint32_t where) { return int(bits(load_shared(where + 16))); }
 KDA_DEVICE Rows get_rows(uint32_t where) {
   const float4 x = load_shared4(where);
   return {int64_t(uint64_t(bits(x.y)) << 32 | bits(x.x)), int(bits(x.z)), int(bits(x.w))};
