@@ -1,0 +1,363 @@
+// The kernels on an emulated thread block, against double precision.
+//
+//   test_kernels PART... [--seed N] [--fault NAME]     exit status 1, and a line that says what, where something is wrong
+//   test_kernels --faults                              the mistakes that can be planted
+//
+//   inverse      invert alone
+//   recurrence   K2 alone, both engines, fed with packets made here
+//   packets      the baseline kernel in every gate regime: K1's packets as they are announced to K2, o and the final state
+//   tails        every length of the last chunk, between neighbours that are all NaN
+//   calls        states, grouped heads, packed sequences, offsets of every wrong kind, NaN
+//   prefix-bounded, prefix-unbounded
+//                later tokens change no bit of what belongs to earlier ones
+//
+// baseline_on_host.cuh is csrc/baseline.cu with its launch turned into emulation::launch.
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <random>
+
+#include "baseline_on_host.cuh"
+
+namespace jax_kda {
+namespace {
+
+uint8_t shared[1];  // stands for the block's dynamic shared memory, which the machine holds
+
+constexpr int C = kChunk, D = kHeadDim;
+using Vector = std::vector<double>;
+std::mt19937 generator;
+int cases = 0;
+
+double uniform(double low = 0., double high = 1.) { return std::uniform_real_distribution<double>(low, high)(generator); }
+double normal() { return std::normal_distribution<double>()(generator); }
+double log_uniform(double low, double high) { return std::exp(uniform(std::log(low), std::log(high))); }
+int below(int n) { return int(generator() % unsigned(n)); }
+double bf16(double x) { return bf16_to_float(float_to_bf16(float(x))); }
+
+[[noreturn]] void wrong(const std::string& what) { throw emulation::Failure(what); }
+void check(bool right, const std::string& what) {
+  if (!right) wrong(what);
+}
+
+// Relative Frobenius error. NaN anywhere is an infinite error.
+double relative(const double* x, const double* y, size_t n, double floor = 0.) {
+  double error = 0., norm = 0.;
+  for (size_t i = 0; i < n; ++i) error += (x[i] - y[i]) * (x[i] - y[i]), norm += y[i] * y[i];
+  const double bar = std::sqrt(norm) + floor;
+  return std::isfinite(error) ? (bar == 0. ? (error == 0. ? 0. : INFINITY) : std::sqrt(error) / bar) : INFINITY;
+}
+double norm(const double* x, size_t n) {
+  double s = 0.;
+  for (size_t i = 0; i < n; ++i) s += x[i] * x[i];
+  return std::sqrt(s);
+}
+void check_close(const std::string& what, const double* x, const double* y, size_t n, double bar, double floor = 0.) {
+  const double e = relative(x, y, n, floor);
+  char text[64];
+  std::snprintf(text, sizeof text, ": error %.2e, at most %.0e", e, bar);
+  check(e <= bar, what + text);
+}
+
+// ================================================================ double precision
+
+// (I + L)^-1 of n = -L by forward substitution.
+void invert_exactly(const double* n, double* x) {
+  for (int i = 0; i < C; ++i)
+    for (int j = 0; j < C; ++j) {
+      double s = i == j;
+      for (int k = j; k < i; ++k) s += n[i * C + k] * x[k * C + j];
+      x[i * C + j] = j <= i ? s : 0.;
+    }
+}
+
+// What K1 makes of one chunk. Rows of k, q are as they enter the products (normalised, scaled); a tail's rows are zero.
+struct Packet {
+  Vector kd = Vector(C * D), qd = kd, kr = kd, a = Vector(C * C), m = a, decay = Vector(D);
+};
+Packet make_packet(const double* k, const double* q, const double* log_decay, const double* beta) {
+  Packet p;
+  Vector sum(C * D), n(C * C), x(C * C);
+  for (int i = 0; i < C; ++i)
+    for (int d = 0; d < D; ++d) sum[i * D + d] = (i ? sum[(i - 1) * D + d] : 0.) + log_decay[i * D + d];
+  for (int i = 0; i < C; ++i)
+    for (int d = 0; d < D; ++d) {
+      const int at = i * D + d;
+      p.kd[at] = -k[at] * std::exp(sum[at]), p.qd[at] = q[at] * std::exp(sum[at]);
+      p.kr[at] = k[at] * std::exp(sum[(C - 1) * D + d] - sum[at]);
+    }
+  for (int i = 0; i < C; ++i)
+    for (int j = 0; j <= i; ++j)
+      for (int d = 0; d < D; ++d) {
+        const double weight = k[j * D + d] * std::exp(sum[i * D + d] - sum[j * D + d]);
+        p.m[i * C + j] += q[i * D + d] * weight;
+        if (j < i) n[i * C + j] -= beta[i] * k[i * D + d] * weight;
+      }
+  invert_exactly(n.data(), x.data());
+  for (int i = 0; i < C; ++i)
+    for (int j = 0; j < C; ++j) p.a[i * C + j] = x[i * C + j] * beta[j];
+  for (int d = 0; d < D; ++d) p.decay[d] = std::exp(sum[(C - 1) * D + d]);
+  return p;
+}
+
+// Where a packet's elements lie in a stage: packet.cuh.
+uint32_t row_at(uint32_t panel_bytes, int row, int channel) {
+  return channel / 64 * panel_bytes + panel_unit(row, channel % 64 / 8) + channel % 8 * 2;
+}
+uint32_t square_at(int row, int column) { return square_unit(row, column / 8) + column % 8 * 2; }
+uint32_t decay_at(int channel) { return decay_slot(channel / 16, channel % 8 / 2) + (channel % 16 / 8 * 2 + channel % 2) * 4; }
+// f(offset, element) for all bf16 elements, in either direction.
+template <class P, class F> void for_packet(P& p, F f) {
+  for (int i = 0; i < C; ++i) {
+    for (int d = 0; d < D; ++d) {
+      f(stage::kKeyQuery + row_at(stage::kKeyQueryPanel, i, d), p.kd[i * D + d]);
+      f(stage::kKeyQuery + stage::kQueryRows + row_at(stage::kKeyQueryPanel, i, d), p.qd[i * D + d]);
+      f(stage::kKr + row_at(kPanel, i, d), p.kr[i * D + d]);
+    }
+    for (int j = 0; j < C; ++j) f(stage::kA + square_at(i, j), p.a[i * C + j]), f(stage::kM + square_at(i, j), p.m[i * C + j]);
+  }
+}
+Packet read_packet(const uint8_t* stage) {
+  Packet p;
+  for_packet(p, [&](uint32_t at, double& x) {
+    uint16_t u;
+    std::memcpy(&u, stage + at, 2);
+    x = bf16_to_float(u);
+  });
+  for (int d = 0; d < D; ++d) {
+    float x;
+    std::memcpy(&x, stage + stage::kDecay + decay_at(d), 4);
+    p.decay[d] = x;
+  }
+  return p;
+}
+
+// ================================================================ inverse
+
+void run_inverse(const char* name, const Vector& n, double bar) {
+  Vector x(C * C, NAN), exact(C * C);
+  emulation::Machine(32, 1024, generator()).run([&] {
+    const int lane = int(threadIdx.x), g = lane >> 2, t = lane & 3;
+    auto tile = [&](int row, int column) {
+      const int at = (row * 8 + g) * C + column * 8 + 2 * t;
+      return Tile{{float(n[at]), float(n[at + 1])}};
+    };
+    auto out = [&](int row, int column, Tile t00, Tile t01, Tile t10, Tile t11) {
+      const Tile tiles[4] = {t00, t01, t10, t11};
+      for (int i = 0; i < 4; ++i)
+        for (int e = 0; e < 2; ++e) x[(row * 16 + (i >> 1) * 8 + g) * C + column * 16 + (i & 1) * 8 + 2 * t + e] = tiles[i].v[e];
+    };
+    invert(lane, tile, out);
+  });
+  invert_exactly(n.data(), exact.data());
+  // Componentwise: rounding N and the inverses of sub-blocks to 11 bits is, to first order, an error of |X| |I + L| |X| 2^-11.
+  Vector half(C * C);
+  for (int i = 0; i < C; ++i)
+    for (int j = 0; j <= i; ++j)
+      for (int k = j; k <= i; ++k) half[i * C + j] += (i == k ? 1. : std::fabs(n[i * C + k])) * std::fabs(exact[k * C + j]);
+  for (int i = 0; i < C; ++i)
+    for (int j = 0; j < C; ++j) {
+      double allowed = 0.;
+      for (int k = j; k <= i; ++k) allowed += std::fabs(exact[i * C + k]) * half[k * C + j];
+      const double error = std::fabs(x[i * C + j] - exact[i * C + j]);
+      check(error <= 4. * 0x1p-11 * allowed, std::string("inverse, ") + name + ": element " + std::to_string(i) + ", " + std::to_string(j) + " is " +
+                                                std::to_string(x[i * C + j]) + ", not " + std::to_string(exact[i * C + j]));
+    }
+  check_close(std::string("inverse, ") + name, x.data(), exact.data(), C * C, bar);
+  ++cases;
+}
+
+void test_inverse() {
+  Vector n(C * C);
+  auto fill = [&](auto f) {
+    for (int i = 0; i < C; ++i)
+      for (int j = 0; j < C; ++j) n[i * C + j] = j < i ? double(float(f(i, j))) : 0.;
+  };
+  for (int i = 1; i < C; ++i)  // every place, alone
+    for (int j = i % 3; j < i; j += 3) fill([&](int a, int b) { return a == i && b == j ? 3.25 : 0.; }), run_inverse("one element", n, 1e-9);
+  for (int round = 0; round < 8; ++round) {
+    fill([&](int, int) { return 0.1 * normal(); }), run_inverse("random", n, 1e-3);
+    fill([&](int, int) { return 0.5 * normal(); }), run_inverse("random, growing", n, 3e-2);
+    fill([&](int, int) { return -1. + 2e-3 * normal(); }), run_inverse("near-identical keys", n, 2e-3);
+    fill([&](int, int) { return -2. + 2e-3 * normal(); }), run_inverse("near-identical keys, doubled beta", n, 2e-2);
+    const double decay = uniform(0.5, 1.);
+    fill([&](int i, int j) { return -std::pow(decay, i - j); }), run_inverse("identical keys, decaying", n, 2e-3);
+    fill([&](int i, int j) { return i / 8 == 1 + j / 8 && below(8) == 0 ? normal() * 1e6 : 0.; }), run_inverse("large", n, 3e-3);
+    fill([&](int i, int j) { return i >= 16 && j < 16 ? normal() * 1e20 : 0.01 * normal(); }), run_inverse("very large below", n, 3e-3);
+  }
+}
+
+// ================================================================ recurrence
+
+struct TestPipe {
+  static constexpr int kStages = 3;
+  static constexpr uint32_t kStageBytes = stage::bytes(false);
+  static constexpr uint32_t kStaging = kStages * kStageBytes;
+  static constexpr uint32_t kOnes = kStaging + 4 * 1024;
+  static constexpr uint32_t kFull = kOnes + D * 4;
+  static constexpr uint32_t kEmpty = kFull + kStages * 8;
+  static constexpr uint32_t kBytes = kEmpty + kStages * 8;
+};
+
+template <class Engine> void run_recurrence(const char* name, int tokens, bool decays) {
+  using P = TestPipe;
+  const int chunks = (tokens + C - 1) / C, rows = 64, first_value = 64;
+  std::vector<std::vector<uint8_t>> stages(chunks, std::vector<uint8_t>(P::kStageBytes, 0xff));
+  Vector state(D * rows), want_o(tokens * rows);
+  for (double& x : state) x = double(float(normal()));
+  std::vector<float> start(state.begin(), state.end());  // [K][rows]
+  for (int c = 0; c < chunks; ++c) {
+    Vector k(C * D), q(C * D), g(C * D), beta(C), v(C * rows);
+    for (int i = 0; i < C; ++i) {
+      const bool there = c * C + i < tokens;
+      for (int d = 0; d < D; ++d) k[i * D + d] = there * normal() / std::sqrt(D), q[i * D + d] = there * normal() / D;
+      for (int d = 0; d < D; ++d) g[i * D + d] = there && decays ? -log_uniform(1e-3, 0.3) : 0.;
+      for (int d = 0; d < rows; ++d) v[i * rows + d] = there * bf16(normal());
+      beta[i] = there * uniform();
+    }
+    Packet p = make_packet(k.data(), q.data(), g.data(), beta.data());
+    for (double& x : p.decay) x = float(x);
+    for_packet(p, [&](uint32_t at, double& x) {
+      const uint16_t u = float_to_bf16(float(x));
+      std::memcpy(&stages[c][at], &u, 2);
+      x = bf16_to_float(u);
+    });
+    for (int d = 0; d < D; ++d) {
+      const float x = float(p.decay[d]);
+      std::memcpy(&stages[c][stage::kDecay + decay_at(d)], &x, 4);
+    }
+    for (int i = 0; i < C; ++i)
+      for (int d = 0; d < rows; ++d) {
+        const uint16_t u = float_to_bf16(float(v[i * rows + d]));
+        std::memcpy(&stages[c][stage::kValues + row_at(kPanel, i, first_value + d)], &u, 2);
+      }
+    // U = A (V + Kd S) with Kd negative as in the packet; O = Qd S + M U; S = diag(a) S + Kr^T U
+    Vector r = v, u(C * rows), o(C * rows);
+    auto add = [&](Vector& to, const Vector& left, const Vector& right, int inner, bool transposed, int outer) {
+      for (int i = 0; i < outer; ++i)
+        for (int l = 0; l < inner; ++l)
+          for (int d = 0; d < rows; ++d) to[i * rows + d] += (transposed ? left[l * outer + i] : left[i * inner + l]) * right[l * rows + d];
+    };
+    add(r, p.kd, state, D, false, C), add(u, p.a, r, C, false, C), add(o, p.qd, state, D, false, C), add(o, p.m, u, C, false, C);
+    for (int i = 0; i < D * rows; ++i) state[i] *= p.decay[i / rows];
+    add(state, p.kr, u, C, true, D);
+    for (int i = 0; i < C && c * C + i < tokens; ++i) std::copy(&o[i * rows], &o[(i + 1) * rows], &want_o[(c * C + i) * rows]);
+  }
+
+  const int stride = 2 * D;
+  std::vector<uint16_t> out(size_t(chunks * C + 1) * stride, 0x7fc1);
+  Vector end(D * rows);
+  emulation::Machine(5 * 32, P::kBytes, generator()).run([&] {
+    const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+    const uint32_t base = shared_address(nullptr);
+    if (thread < D) store_shared(base + P::kOnes + thread * 4, 1.f);
+    if (thread == 0)
+      for (int s = 0; s < P::kStages; ++s) barrier_init(base + P::kFull + 8 * s, 1), barrier_init(base + P::kEmpty + 8 * s, 4);
+    __syncthreads();
+    if (warp == 4) {
+      for (int c = 0; c < chunks; ++c) {
+        const uint32_t slot = c % P::kStages, to = base + slot * P::kStageBytes;
+        if (c >= P::kStages) barrier_wait(base + P::kEmpty + 8 * slot, (c / P::kStages - 1) & 1);
+        if (planted == Fault::kEarlyPublish && lane == 0) barrier_arrive(base + P::kFull + 8 * slot);
+        for (uint32_t at = lane * 16; at < P::kStageBytes; at += 512) {
+          float4 x;
+          std::memcpy(&x, &stages[c][at], 16);
+          store_shared4(to + at, x);
+        }
+        fence_async_shared();
+        sync_warp();
+        if (planted != Fault::kEarlyPublish && lane == 0) barrier_arrive(base + P::kFull + 8 * slot);
+      }
+    } else {
+      const int g = lane >> 2, t = lane & 3;
+      State st;
+      auto element = [&](int i) { return (8 * (i >> 2) + 2 * t + (i & 1)) * rows + warp * 16 + 8 * ((i >> 1) & 1) + g; };
+      for (int i = 0; i < 64; ++i) st[i] = start[element(i)];
+      recur<Engine, P>({base, warp, first_value + warp * 16, lane, out.data() + first_value + warp * 16, stride, tokens}, st);
+      for (int i = 0; i < 64; ++i) end[element(i)] = st[i];
+    }
+  });
+  Vector got(tokens * rows);
+  for (size_t i = 0; i < out.size(); ++i) {
+    const int token = int(i) / stride, channel = int(i) % stride - first_value;
+    if (token < tokens && channel >= 0 && channel < rows) got[token * rows + channel] = bf16_to_float(out[i]);
+    else check(out[i] == 0x7fc1, std::string(name) + ": o is written at token " + std::to_string(token) + " of " + std::to_string(tokens));
+  }
+  const std::string what = std::string(name) + ", " + std::to_string(tokens) + " tokens";
+  check_close(what + ": o", got.data(), want_o.data(), got.size(), 6e-3);
+  check_close(what + ": state", end.data(), state.data(), end.size(), 6e-3);
+  ++cases;
+}
+
+void test_recurrence() {
+  for (int tokens : {5 * C - 1, 1, C, 4 * C + 16, 2 * C + 17}) {
+    run_recurrence<DefaultEngine>("warpgroup engine", tokens, tokens % 2);
+    run_recurrence<WarpEngine>("warp engine", tokens, tokens % 2);
+  }
+}
+
+#include "baseline_cases.h"
+
+// A touched guard page is a failure like any other. On a stack of its own: the lanes' may be what ran over.
+void report_touch(int) {
+  static const char text[] = "memory outside the arrays is touched\n";
+  _exit(write(STDOUT_FILENO, text, sizeof text - 1) < 0 ? 2 : 1);
+}
+void catch_touches() {
+  static char stack[1 << 16];
+  stack_t there{};
+  there.ss_sp = stack, there.ss_size = sizeof stack;
+  sigaltstack(&there, nullptr);
+  struct sigaction action{};
+  action.sa_handler = report_touch, action.sa_flags = SA_ONSTACK;
+  sigaction(SIGSEGV, &action, nullptr);
+}
+
+int run(int argc, char** argv) {
+  catch_touches();
+  const std::map<std::string, void (*)()> parts = {
+      {"inverse", test_inverse}, {"recurrence", test_recurrence},         {"packets", test_packets},
+      {"tails", test_tails},     {"calls", test_calls},                   {"prefix-bounded", test_prefix_bounded},
+      {"prefix-unbounded", test_prefix_unbounded}};
+  std::vector<std::string> names;
+  unsigned seed = 1;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    if (word == "--faults") {
+      for (const char* name : emulation::kFaultNames) std::printf("%s\n", name);
+      return 0;
+    }
+    const bool has_value = i + 1 < argc;
+    if (word == "--seed" && has_value) {
+      seed = unsigned(std::stoul(argv[++i]));
+    } else if (word == "--fault" && has_value) {
+      const auto* found = std::find(std::begin(emulation::kFaultNames), std::end(emulation::kFaultNames), std::string(argv[++i]));
+      if (found == std::end(emulation::kFaultNames)) return std::fprintf(stderr, "no fault %s\n", argv[i]), 2;
+      planted = Fault(found - std::begin(emulation::kFaultNames));
+    } else if (parts.count(word)) {
+      names.push_back(word);
+    } else {
+      return std::fprintf(stderr, "no part %s\n", word.c_str()), 2;
+    }
+  }
+  for (const std::string& name : names) {
+    generator.seed(seed);
+    cases = 0;
+    const auto start = std::chrono::steady_clock::now();
+    try {
+      parts.at(name)();
+    } catch (const emulation::Failure& failure) {
+      return std::printf("%s, seed %u, case %d: %s\n", name.c_str(), seed, cases, failure.what()), 1;
+    }
+    std::printf("%s: %d cases, %.1f s\n", name.c_str(), cases, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    std::fflush(stdout);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace jax_kda
+
+int main(int argc, char** argv) { return jax_kda::run(argc, argv); }

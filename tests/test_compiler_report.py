@@ -1,0 +1,68 @@
+"""What nvcc makes of the kernels for Hopper: no spills, no products serialised, wgmma where it is meant."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def find_tool(name: str) -> str | None:
+    """On PATH, in a toolkit, or among the NVIDIA wheels of this environment."""
+    folders = [str(Path(home) / "bin") for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
+    wheels = importlib.util.find_spec("nvidia")
+    for location in wheels.submodule_search_locations or [] if wheels else []:
+        folders += [str(path) for path in Path(location).glob("*/bin")]
+    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """csrc/baseline.cu for sm_90a, and what the compiler said. Not from a build folder: those may be old."""
+    nvcc = find_tool("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    cubin = tmp_path_factory.mktemp("compiler_report") / "baseline.cubin"
+    command = [nvcc, "-std=c++17", "-O3", "-arch=sm_90a", "-Xptxas=-v", "-cubin", "-o", str(cubin)]
+    result = subprocess.run(
+        [*command, str(ROOT / "csrc/baseline.cu")], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return cubin, result.stdout + result.stderr
+
+
+def test_no_kernel_spills(compiled: tuple[Path, str]) -> None:
+    report = r"Function properties for (\S+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes"
+    properties = {name: sizes for name, *sizes in re.findall(report, compiled[1])}
+    assert len([name for name in properties if "DefaultEngine" in name]) == 4
+    assert {name: sizes for name, sizes in properties.items() if sizes != ["0", "0", "0"]} == {}
+
+
+def test_no_product_is_serialised(compiled: tuple[Path, str]) -> None:
+    remarks = [line for line in compiled[1].splitlines() if re.search(r"\(C7\d{3}\)|[Ss]erializ", line)]
+    assert remarks == []
+
+
+def test_the_default_engine_uses_wgmma(compiled: tuple[Path, str]) -> None:
+    cuobjdump, nvdisasm = find_tool("cuobjdump"), find_tool("nvdisasm")
+    if cuobjdump is None or nvdisasm is None:
+        pytest.skip("needs cuobjdump and nvdisasm")
+    path = os.pathsep.join([str(Path(nvdisasm).parent), os.environ.get("PATH", "")])
+    result = subprocess.run(
+        [cuobjdump, "-sass", str(compiled[0])],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PATH": path},
+    )
+    _, *functions = re.split(r"^\s*Function : ", result.stdout, flags=re.MULTILINE)
+    uses = {body.split("\n", 1)[0]: "HGMMA" in body for body in functions}
+    assert len([name for name in uses if "DefaultEngine" in name]) == 4
+    assert {name for name, used in uses.items() if used != ("DefaultEngine" in name)} == set()
