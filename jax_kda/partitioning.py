@@ -65,8 +65,8 @@ def split_explicitly(
     """`call(*operands)`; over a mesh with explicit axes, a `shard_map` of it along their shardings.
 
     There the types say how everything is split: no partitioner is asked. What cannot be had is a vmap whose
-    mapped axis is itself split over an explicit mesh axis, as JAX refuses to map the `shard_map` then. Fold that
-    axis into B first.
+    mapped axis is itself split over an explicit mesh axis, as JAX refuses to map the `shard_map` then. Fold
+    that axis into B first.
     """
     types = [jax.typeof(x) for x in operands]
     mesh = jax.sharding.get_abstract_mesh()
