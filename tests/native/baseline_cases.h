@@ -269,7 +269,7 @@ class Call {
       }
     };
     rows("Kd", p.kd, exact.kd, D, 4e-3, 1e-6), rows("Qd", p.qd, exact.qd, D, 4e-3, 1e-6), rows("Kr", p.kr, exact.kr, D, 4e-3, 1e-6);
-    rows("M", p.m, exact.m, C, 6e-3, 0.3), rows("A", p.a, exact.a, C, c.gates == "collinear" ? 2e-2 : 6e-3, 0.3);
+    rows("M", p.m, exact.m, C, 1e-2, 0.3), rows("A", p.a, exact.a, C, c.gates == "collinear" ? 2e-2 : 1e-2, 0.3);
     for (int i = 0; i < C; ++i)
       for (int j = i + 1; j < C; ++j) check(p.a[i * C + j] == 0. && p.m[i * C + j] == 0., in + "A or M is not zero above the diagonal");
     for (int d = 0; d < D; ++d)
