@@ -5,9 +5,10 @@
 //   offset     raw rows                              packet
 //   kKeyQuery  k and q, two 64-channel panels        -Kd above Qd: [2 panels][64 rows][64] bf16, 128-byte swizzle
 //   kKr        gates (bf16), two panels              Kr: [2 panels][32 rows][64] bf16, 128-byte swizzle
-//   kA         -                                     A = (I + L)^-1 diag(beta): [32][32] bf16, 64-byte swizzle
+//   kA         -                                     (I + L)^-1, its diagonal exactly one: [32][32] bf16, 64-byte swizzle
 //   kM         -                                     M: the same
 //   kDecay     -                                     a = exp(G_C): [128] f32, columns in the order of decay_slot
+//   kBeta      -                                     beta: [32] f32 (beside A, not in it: rounded to bf16 it would bias every write)
 //   kValues    v, two 64-channel panels              the same: [2 panels][32 rows][64] bf16, 128-byte swizzle
 //   kGatesF32  gates (f32), four 32-channel panels   -            (only where the gates are f32)
 //
@@ -32,7 +33,8 @@ constexpr uint32_t kKr = 4 * kPanel;
 constexpr uint32_t kA = kKr + 2 * kPanel;
 constexpr uint32_t kM = kA + kChunk * kChunk * 2;
 constexpr uint32_t kDecay = kM + kChunk * kChunk * 2;
-constexpr uint32_t kPacketBytes = kDecay + kHeadDim * 4;
+constexpr uint32_t kBeta = kDecay + kHeadDim * 4;
+constexpr uint32_t kPacketBytes = kBeta + kChunk * 4;
 constexpr uint32_t kValues = (kPacketBytes + 1023) / 1024 * 1024;
 constexpr uint32_t kGatesF32 = kValues + 2 * kPanel;
 constexpr uint32_t bytes(bool gates_f32) { return kGatesF32 + (gates_f32 ? 4 * kPanel : 0); }

@@ -1,4 +1,4 @@
-// What both schemes of K1 share: what a group of warps keeps from chunk to chunk, and the last step, A = (I + L)^-1 diag(beta).
+// What both schemes of K1 share: what a group of warps keeps from chunk to chunk, and the last step, the inverse.
 #pragma once
 
 #include <cstdint>
@@ -28,16 +28,11 @@ KDA_DEVICE void store_block(uint32_t square, int block_row, int block_column, ui
   store_tiles(square + square_unit(block_row * 16 + (tile >> 1) * 8 + (lane & 7), block_column * 2 + (tile & 1)), t00, t01, t10, t11);
 }
 
-// A from n(row tile, column tile), tiles of -L, and beta of token `lane`. One warp.
-template <class N> KDA_DEVICE void invert_and_store(N n, float beta, uint32_t stage, int lane) {
+// (I + L)^-1 from n(row tile, column tile), tiles of -L. One warp.
+template <class N> KDA_DEVICE void invert_and_store(N n, uint32_t stage, int lane) {
+  auto packed = [](const Tile& y) { return pack_bf16(y.v[0], y.v[1]); };
   invert(lane, n, [&](int row, int column, Tile t00, Tile t01, Tile t10, Tile t11) {
-    float strength[2][2];  // of this lane's columns in both tiles
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) strength[i][e] = shuffle(beta, column * 16 + i * 8 + 2 * (lane & 3) + e);
-    auto packed = [&](const Tile& y, int i) { return pack_bf16(y.v[0] * strength[i][0], y.v[1] * strength[i][1]); };
-    store_block(stage + stage::kA, row, column, packed(t00, 0), packed(t01, 1), packed(t10, 0), packed(t11, 1), lane);
+    store_block(stage + stage::kA, row, column, packed(t00), packed(t01), packed(t10), packed(t11), lane);
   });
 }
 

@@ -83,6 +83,7 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
       const float qq = odd ? gram_q[0][3] + gram_q[1][3] : gram_q[0][2] + gram_q[1][2];
       const float rk = c.l2norm ? rsqrt_approx(kk + 1e-6f) : 1.f, rq = c.scale * (c.l2norm ? rsqrt_approx(qq + 1e-6f) : 1.f);
       store_shared4(factors + (w * 8 + g) * 16, {rk, rq, qk * rk * rq, strength});
+      store_shared(stage + stage::kBeta + (w * 8 + g) * 4, strength);
     }
   }
   // log decays (base 2) and their running sums, of tokens 16 block ... and this lane's two channels
@@ -241,7 +242,7 @@ KDA_DEVICE void PrepareBounded<kGatesF32>::run(const PrepareContext& c, uint32_t
         const float2 x = load_shared2(scratch + kTiles + ((row * (row + 1) / 2 + column) * 32 + lane) * 8);
         return Tile{{x.x, x.y}};
       },
-      load_shared(factors + lane * 16 + 12), stage, lane);
+      stage, lane);
 }
 
 }  // namespace jax_kda

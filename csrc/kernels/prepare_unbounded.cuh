@@ -10,9 +10,9 @@
 //   3. squares  partial L and M of the warps meet in scratch                                                      -- group barrier
 //               warp 0 inverts I + L and writes A, warp 1 writes M
 //
-// Pair weights exp(G_i - G_j), i >= j, are products of two factors around a reference that no later token can move: the fourth token of an 8-token
-// group; each token's decay is clamped at -20 nats, so that four tokens a side stay within 2^+-116. Pairs across groups use the boundary between
-// them, where both factors are <= 1. The diagonal of M is q.k exactly.
+// Pair weights exp(G_i - G_j), i >= j, are products of two factors around a reference that no later token can move: the start of an 8-token group;
+// each token's decay is clamped at -10 nats (5e-5 of what was there is kept instead of less), so that eight tokens stay within 2^+-116. Pairs
+// across groups use the boundary between them, where both factors are <= 1. The diagonal of M is q.k exactly.
 // The factor 1/|k| of the keys enters as the start value of the running sums (log2 of it), so normalising costs no multiplication.
 #pragma once
 
@@ -51,7 +51,7 @@ using Block = float[8];
 template <bool kGatesF32>
 template <class CopyNext>
 KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int /*turn*/, CopyNext copy_next) {
-  constexpr uint32_t kUnit = 0x1000, kMinusUnit = 0x9000;  // f16 +-2^-11: undoes kGateUnit inside the running sums
+  constexpr uint32_t kUnit = 0x1000;  // f16 2^-11: undoes kGateUnit inside the running sums
   const int lane = int(opaque(c.lane)), g = lane >> 2, t = lane & 3;
   const uint32_t scratch = opaque(c.scratch);
 
@@ -122,11 +122,8 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const int token = 2 * t + e;
-    const uint32_t v = g < 3 ? (token > g && token <= 3 ? kMinusUnit : 0u) : (token >= 4 && token <= g ? kUnit : 0u);  // G_i - G_3
-    local |= v << (16 * e);
-    // rows: 0 sum(0..3), 1 sum(4..7), 2 sum(8..11), 3 sum(12..15), 4 sum(0..7), 5 sum(8..15), 6 sum(0..15)
-    const bool low = g == 4 || g == 6 || (g == 0 && token < 4) || (g == 1 && token >= 4);
-    const bool high = g == 5 || g == 6 || (g == 2 && token < 4) || (g == 3 && token >= 4);
+    local |= (token <= g ? kUnit : 0u) << (16 * e);  // inclusive prefix inside an 8-token group
+    const bool low = g == 0 || g == 2, high = g == 1 || g == 2;  // rows: 0 sum(0..7), 1 sum(8..15), 2 sum(0..15)
     totals_low |= (low ? kUnit : 0u) << (16 * e);
     totals_high |= (high ? kUnit : 0u) << (16 * e);
   }
@@ -185,9 +182,9 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
         }
       }
 
-      // decay of the whole block, and the column factors that move the reference
+      // decay of the whole block, and of its 8-groups
       float total[4];
-      float4 c2[2], c1[2], group[2];  // exp of the sums over: first four / last four tokens of each 8-group, the whole group
+      float4 group[2];  // of each 8-group
       {
         const uint32_t totals[4] = {totals_low & valid[b][0], 0u, totals_high & valid[b][1], 0u};
         const uint32_t columns = scratch + kColumns + c.warp * 512;
@@ -203,12 +200,8 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
         store_shared4(columns + g * 64 + t * 16, {exp2_approx(x[0][0]), exp2_approx(x[0][1]), exp2_approx(x[1][0]), exp2_approx(x[1][1])});
         sync_warp();
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          c2[h] = load_shared4(columns + (2 * h) * 64 + t * 16);
-          c1[h] = load_shared4(columns + (2 * h + 1) * 64 + t * 16);
-          group[h] = load_shared4(columns + (4 + h) * 64 + t * 16);
-        }
-        const float4 all = load_shared4(columns + 6 * 64 + t * 16);
+        for (int h = 0; h < 2; ++h) group[h] = load_shared4(columns + h * 64 + t * 16);
+        const float4 all = load_shared4(columns + 2 * 64 + t * 16);
         total[0] = all.x, total[1] = all.y, total[2] = all.z, total[3] = all.w;
       }
 
@@ -252,13 +245,12 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
       mma_bf16(acc[3 * b], kq[0], columns_kr[0][0], columns_kr[0][1]);
       mma_bf16(acc[3 * b + 2], kq[1], columns_kr[1][0], columns_kr[1][1]);
       {
-        // to the boundary between the 8-groups, then to the ends of the block
+        // columns to the boundary between the 8-groups, then rows and columns to the ends of the block
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float rise[4] = {c2[h].x, c2[h].y, c2[h].z, c2[h].w}, fall[4] = {c1[h].x, c1[h].y, c1[h].z, c1[h].w};
-          scale(up, h, rise), scale(kr, h, fall);
+          const float fall[4] = {group[h].x, group[h].y, group[h].z, group[h].w};
+          scale(kr, h, fall);
         }
-        round_rows(0), round_rows(1);
         round_kr(columns_kr, kr, 0);
         mma_bf16(acc[3 * b + 1], kq[1], columns_kr[0][0], columns_kr[0][1]);
         const float before[4] = {group[0].x, group[0].y, group[0].z, group[0].w}, after[4] = {group[1].x, group[1].y, group[1].z, group[1].w};
@@ -336,7 +328,8 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
 #pragma unroll
       for (int column = 0; column <= row; ++column) tile(row, column).v[0] *= strength, tile(row, column).v[1] *= strength;
     }
-    invert_and_store(tile, beta, stage, lane);
+    invert_and_store(tile, stage, lane);
+    store_shared(stage + stage::kBeta + lane * 4, beta);
   } else {
     auto packed = [&](int row, int column) { return pack_bf16(tile(row, column).v[0], tile(row, column).v[1]); };
 #pragma unroll

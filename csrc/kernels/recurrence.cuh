@@ -1,10 +1,10 @@
 // K2: the ordered recurrence of one (sequence, value head) over its packets, 64 value rows a warpgroup, 16 a warp.
 //
 // The state is held transposed, St[V, K] in f32 accumulators, from the first token to the last: it is the left operand of every product, and an
-// accumulator rounded to bf16 is the next product's operand as it stands. Per chunk, with packet (-Kd, Qd, Kr, A, M, a) and values V:
+// accumulator rounded to bf16 is the next product's operand as it stands. Per chunk, with packet (-Kd, Qd, Kr, A, beta, M, a) and values V:
 //
 //   p  = V^T + St (-Kd)^T      R^T
-//   u  = p A^T                 U^T
+//   u  = (p diag(beta)) A^T    U^T
 //   o  = St Qd^T               runs behind u, off the chain: nothing waits for it before the state's update is issued
 //   St = St diag(a) + u^T Kr   two 64-channel halves: the second's product runs while the first is rounded
 //   o += u M^T
@@ -115,9 +115,13 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
     const uint32_t next_slot = wrap ? 0 : slot + 1;
     const uint32_t next = more ? c.shared + next_slot * Pipe::kStageBytes : stage;
 
+    float2 beta[4];  // of this lane's columns of p
+#pragma unroll
+    for (int n = 0; n < 4; ++n) beta[n] = load_shared2(stage + stage::kBeta + (n * 8 + 2 * t) * 4);
     Engine::template wait<0>();
     pin(p);
-    round16(r_operand, p);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) r_operand[i >> 2][i & 3] = pack_bf16(p[2 * i] * beta[i >> 1].x, p[2 * i + 1] * beta[i >> 1].y);
     pin(o);
     pin(u);
     Engine::begin();

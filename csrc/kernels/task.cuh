@@ -118,6 +118,11 @@ KDA_DEVICE void store_state(const State& st, char* to, DType dtype, bool v_first
 
 // An empty sequence passes its state through, bit for bit.
 KDA_DEVICE void copy_state(const void* from, DType from_dtype, void* to, DType to_dtype, int thread, int threads) {
+  if (from && from_dtype == to_dtype) {  // bits: a conversion there and back would change NaNs
+    const int words = kHeadDim * kHeadDim * (to_dtype == DType::kF32 ? 4 : 2) / 16;
+    for (int i = thread; i < words; i += threads) static_cast<uint4*>(to)[i] = static_cast<const uint4*>(from)[i];
+    return;
+  }
   for (int i = thread; i < kHeadDim * kHeadDim; i += threads) {
     const float x = !from ? 0.f
                     : from_dtype == DType::kF32 ? static_cast<const float*>(from)[i]
