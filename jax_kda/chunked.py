@@ -28,6 +28,7 @@ HIGHEST.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -314,18 +315,31 @@ def _run_packed(
     return o, jnp.where(empty, initial.astype(ends.dtype), ends)
 
 
+def _running(op: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """The running `op` of x [n]: jnp.cumsum for jnp.add, lax.cummax for jnp.maximum.
+
+    Not those, since XLA's CPU compiler aborts on them inside the branch that picks the platform in an
+    artifact exported for several; nor lax.associative_scan, which takes no symbolic n.
+    """
+    n = x.shape[0]
+    i = jnp.arange(n, dtype=jnp.int32)
+    for k in range((n - 1).bit_length() if isinstance(n, int) else 31):
+        x = jnp.where(i >= 1 << k, op(x, x[jnp.maximum(i - (1 << k), 0)]), x)
+    return x
+
+
 def _lay_out(offsets: jax.Array, T: int, C: int, chunks: int) -> _Layout:
     """The layout of one packed row, offsets [N + 1]; any that decrease or leave [0, T] are put right."""
     N = offsets.shape[0] - 1
-    offsets = lax.cummax(jnp.clip(offsets.astype(jnp.int32), 0, T))
+    offsets = _running(jnp.maximum, jnp.clip(offsets.astype(jnp.int32), 0, T))
     begins, ends = offsets[:-1], offsets[1:]
     counts = -(-(ends - begins) // C)
-    after = jnp.cumsum(counts, dtype=jnp.int32)  # the chunk after each sequence's last
+    after = _running(jnp.add, counts)  # the chunk after each sequence's last
     first = after - counts
 
     chunk = jnp.arange(chunks, dtype=jnp.int32)
     # How many sequences end at or before this chunk, by counting: searchsorted takes no symbolic N.
-    sequence = jnp.cumsum(jnp.zeros(chunks + 1, jnp.int32).at[after].add(1), dtype=jnp.int32)[:-1]
+    sequence = _running(jnp.add, jnp.zeros(chunks + 1, jnp.int32).at[after].add(1))[:-1]
     of = jnp.minimum(sequence, N - 1)
     inside = jnp.arange(C, dtype=jnp.int32)
     token = (begins[of] + (chunk - first[of]) * C)[:, None] + inside
