@@ -8,8 +8,7 @@
 // Shared memory keeps, for every four bytes, who wrote and who read them last, and each lane a clock of what is ordered before it (by warp and
 // group barriers, by mbarriers, by waits). So an access that nothing orders is an error in every schedule, not only in the one where it shows;
 // likewise a read of what nobody wrote, and a warpgroup product or a bulk copy that meets ordinary writes without a proxy fence. A lane's
-// ordinary writes count as visible to its warp's ldmatrix only behind a warp barrier, as PTX has it. Collective accesses of one warp keep their
-// order.
+// ordinary writes count as visible to its warp's ldmatrix only behind a warp barrier, as in PTX. Collective accesses of a warp keep their order.
 // When nothing can run and not everything is done, that is a deadlock, and the message says who waits for what.
 //
 // `planted` switches on one mistake: the tests of the tests.
@@ -129,11 +128,14 @@ struct GroupBarrier {
 struct Mbarrier {
   uint32_t arrivals, pending;
   int agent;           // the copies that complete on it
+  int initialiser;
+  uint32_t initialised;
   Order open, done;    // of this phase's arrivals and copies, and of the completed phases'
   int64_t bytes = 0;   // still to come
   uint32_t phase = 0;
   std::vector<Lane*> waiting;
-  Mbarrier(uint32_t n, int a, size_t agents) : arrivals(n), pending(n), agent(a), open(agents), done(agents) {}
+  Mbarrier(uint32_t n, int a, const Lane& by, size_t agents)
+      : arrivals(n), pending(n), agent(a), initialiser(by.index), initialised(by.now()), open(agents), done(agents) {}
 };
 
 // The copy engine's copy of rows of 128 bytes, swizzled.
@@ -275,7 +277,8 @@ class Machine {
   void finish_box(const BoxCopy& box);
   Mbarrier& mbarrier(uint32_t address) {
     auto found = mbarriers_.find(address);
-    if (found == mbarriers_.end()) fail("there is no mbarrier at %u", address - kBase);
+    if (found == mbarriers_.end() || current_->order.seen[found->second.initialiser] < found->second.initialised)
+      fail("there is no mbarrier at %u, or nothing orders its initialisation before this", address - kBase);
     return found->second;
   }
   void complete(uint32_t address, Mbarrier& b);
@@ -350,6 +353,7 @@ inline void Machine::enter(Lane* lane) {
 inline void Machine::entry() {
   Machine& m = *machine;
   m.body_();
+  if (!m.current_->copies.empty() || !m.warp().products.empty()) m.fail("ends before its copies or products");
   m.current_->waits_for = nullptr;
   if (--m.left_ == 0) _longjmp(m.main_, 1);
   m.enter(m.pick());
@@ -426,7 +430,10 @@ inline void Machine::finish_copies() {
 inline void Machine::start_box(BoxCopy box) {
   const uint32_t at = offset(box.to, 128), end = at + uint32_t(box.rows.size()) * 128;
   if (box.to % 1024 || end > shared_.size()) fail("a box at %u", at);
-  const int agent = mbarrier(box.barrier).agent;
+  const Mbarrier& b = mbarrier(box.barrier);
+  if (current_->order.fenced[b.initialiser] < b.initialised)
+    fail("no proxy fence between the initialisation of mbarrier %u and a copy", box.barrier - kBase);
+  const int agent = b.agent;
   for (uint32_t i = at / 4; i < end / 4; ++i) {
     const Access& last = cells_[i].write;
     if (last.agent >= 0 && ordered(*current_, last) && current_->order.fenced[last.agent] < last.time)
@@ -437,7 +444,7 @@ inline void Machine::start_box(BoxCopy box) {
 }
 
 inline void Machine::finish_box(const BoxCopy& box) {
-  Mbarrier& b = mbarrier(box.barrier);
+  Mbarrier& b = mbarriers_.at(box.barrier);
   const uint32_t time = std::max(b.open.seen[b.agent], b.done.seen[b.agent]) + 1;
   b.open.seen[b.agent] = b.open.fenced[b.agent] = time;
   for (uint32_t row = 0; row < box.rows.size(); ++row) {
@@ -489,7 +496,7 @@ inline void Machine::mbarrier_init(uint32_t address, uint32_t arrivals) {
   offset(address, 8);
   if (mbarriers_.size() == kMaximumBarriers || arrivals == 0) fail("mbarrier %u of %u arrivals", uint32_t(mbarriers_.size()), arrivals);
   const int agent = threads() + int(mbarriers_.size());
-  mbarriers_.insert_or_assign(address, Mbarrier(arrivals, agent, agents_));
+  mbarriers_.insert_or_assign(address, Mbarrier(arrivals, agent, *current_, agents_));
 }
 
 inline void Machine::mbarrier_arrive(uint32_t address, uint32_t bytes) {

@@ -75,11 +75,11 @@ void invert_exactly(const double* n, double* x) {
 
 // What K1 makes of one chunk. Rows of k, q are as they enter the products (normalised, scaled); a tail's rows are zero.
 struct Packet {
-  Vector kd = Vector(C * D), qd = kd, kr = kd, a = Vector(C * C), m = a, decay = Vector(D);
+  Vector kd = Vector(C * D), qd = kd, kr = kd, a = Vector(C * C), m = a, decay = Vector(D), beta = Vector(C);
 };
 Packet make_packet(const double* k, const double* q, const double* log_decay, const double* beta) {
   Packet p;
-  Vector sum(C * D), n(C * C), x(C * C);
+  Vector sum(C * D), n(C * C);
   for (int i = 0; i < C; ++i)
     for (int d = 0; d < D; ++d) sum[i * D + d] = (i ? sum[(i - 1) * D + d] : 0.) + log_decay[i * D + d];
   for (int i = 0; i < C; ++i)
@@ -95,9 +95,8 @@ Packet make_packet(const double* k, const double* q, const double* log_decay, co
         p.m[i * C + j] += q[i * D + d] * weight;
         if (j < i) n[i * C + j] -= beta[i] * k[i * D + d] * weight;
       }
-  invert_exactly(n.data(), x.data());
-  for (int i = 0; i < C; ++i)
-    for (int j = 0; j < C; ++j) p.a[i * C + j] = x[i * C + j] * beta[j];
+  invert_exactly(n.data(), p.a.data());
+  std::copy(beta, beta + C, p.beta.begin());
   for (int d = 0; d < D; ++d) p.decay[d] = std::exp(sum[(C - 1) * D + d]);
   return p;
 }
@@ -108,8 +107,10 @@ uint32_t row_at(uint32_t panel_bytes, int row, int channel) {
 }
 uint32_t square_at(int row, int column) { return square_unit(row, column / 8) + column % 8 * 2; }
 uint32_t decay_at(int channel) { return decay_slot(channel / 16, channel % 8 / 2) + (channel % 16 / 8 * 2 + channel % 2) * 4; }
-// f(offset, element) for all bf16 elements, in either direction.
-template <class P, class F> void for_packet(P& p, F f) {
+// f(offset, element) for all bf16 elements, and float_f for all f32 ones; in either direction.
+template <class F, class FloatF> void for_packet(Packet& p, F f, FloatF float_f) {
+  for (int i = 0; i < C; ++i) float_f(stage::kBeta + i * 4, p.beta[i]);
+  for (int d = 0; d < D; ++d) float_f(stage::kDecay + decay_at(d), p.decay[d]);
   for (int i = 0; i < C; ++i) {
     for (int d = 0; d < D; ++d) {
       f(stage::kKeyQuery + row_at(stage::kKeyQueryPanel, i, d), p.kd[i * D + d]);
@@ -121,16 +122,18 @@ template <class P, class F> void for_packet(P& p, F f) {
 }
 Packet read_packet(const uint8_t* stage) {
   Packet p;
-  for_packet(p, [&](uint32_t at, double& x) {
-    uint16_t u;
-    std::memcpy(&u, stage + at, 2);
-    x = bf16_to_float(u);
-  });
-  for (int d = 0; d < D; ++d) {
-    float x;
-    std::memcpy(&x, stage + stage::kDecay + decay_at(d), 4);
-    p.decay[d] = x;
-  }
+  for_packet(
+      p,
+      [&](uint32_t at, double& x) {
+        uint16_t u;
+        std::memcpy(&u, stage + at, 2);
+        x = bf16_to_float(u);
+      },
+      [&](uint32_t at, double& x) {
+        float f;
+        std::memcpy(&f, stage + at, 4);
+        x = f;
+      });
   return p;
 }
 
@@ -218,29 +221,33 @@ template <class Engine> void run_recurrence(const char* name, int tokens, bool d
       beta[i] = there * uniform();
     }
     Packet p = make_packet(k.data(), q.data(), g.data(), beta.data());
-    for (double& x : p.decay) x = float(x);
-    for_packet(p, [&](uint32_t at, double& x) {
-      const uint16_t u = float_to_bf16(float(x));
-      std::memcpy(&stages[c][at], &u, 2);
-      x = bf16_to_float(u);
-    });
-    for (int d = 0; d < D; ++d) {
-      const float x = float(p.decay[d]);
-      std::memcpy(&stages[c][stage::kDecay + decay_at(d)], &x, 4);
-    }
+    for_packet(
+        p,
+        [&](uint32_t at, double& x) {
+          const uint16_t u = float_to_bf16(float(x));
+          std::memcpy(&stages[c][at], &u, 2);
+          x = bf16_to_float(u);
+        },
+        [&](uint32_t at, double& x) {
+          const float f = float(x);
+          std::memcpy(&stages[c][at], &f, 4);
+          x = f;
+        });
     for (int i = 0; i < C; ++i)
       for (int d = 0; d < rows; ++d) {
         const uint16_t u = float_to_bf16(float(v[i * rows + d]));
         std::memcpy(&stages[c][stage::kValues + row_at(kPanel, i, first_value + d)], &u, 2);
       }
-    // U = A (V + Kd S) with Kd negative as in the packet; O = Qd S + M U; S = diag(a) S + Kr^T U
+    // U = A diag(beta) (V + Kd S) with Kd negative as in the packet; O = Qd S + M U; S = diag(a) S + Kr^T U
     Vector r = v, u(C * rows), o(C * rows);
     auto add = [&](Vector& to, const Vector& left, const Vector& right, int inner, bool transposed, int outer) {
       for (int i = 0; i < outer; ++i)
         for (int l = 0; l < inner; ++l)
           for (int d = 0; d < rows; ++d) to[i * rows + d] += (transposed ? left[l * outer + i] : left[i * inner + l]) * right[l * rows + d];
     };
-    add(r, p.kd, state, D, false, C), add(u, p.a, r, C, false, C), add(o, p.qd, state, D, false, C), add(o, p.m, u, C, false, C);
+    add(r, p.kd, state, D, false, C);
+    for (int i = 0; i < C * rows; ++i) r[i] *= p.beta[i / rows];
+    add(u, p.a, r, C, false, C), add(o, p.qd, state, D, false, C), add(o, p.m, u, C, false, C);
     for (int i = 0; i < D * rows; ++i) state[i] *= p.decay[i / rows];
     add(state, p.kr, u, C, true, D);
     for (int i = 0; i < C && c * C + i < tokens; ++i) std::copy(&o[i * rows], &o[(i + 1) * rows], &want_o[(c * C + i) * rows]);
