@@ -379,6 +379,19 @@ void test_calls() {
   }
 }
 
+// A token whose gates forget everything, where the state is large beside the values: nothing of it may be left.
+void test_resets() {
+  for (const char* gates : {"unbounded", "softplus"})
+    for (bool f32 : {false, true}) {
+      Case c(gates);
+      c.T = 2 * C, c.g_f32 = f32;
+      Call call(c);
+      for (double& x : call.state) x = float(1000. * x);
+      for (int d = 0; d < D; ++d) call.g[d] = bf16(call.mode == GateMode::kLog ? -2656. : 1e4);
+      call.run_and_check();
+    }
+}
+
 // What comes later changes no bit of what came before.
 void test_prefix(bool bounded) {
   for (int round = 0; round < 12; ++round) {

@@ -8,6 +8,7 @@
 //   packets      the baseline kernel in every gate regime: K1's packets as they are announced to K2, o and the final state
 //   tails        every length of the last chunk, between neighbours that are all NaN
 //   calls        states, grouped heads, packed sequences, offsets of every wrong kind, NaN
+//   resets       gates that forget a large state
 //   prefix-bounded, prefix-unbounded
 //                later tokens change no bit of what belongs to earlier ones
 //
@@ -327,7 +328,7 @@ int run(int argc, char** argv) {
   const std::map<std::string, void (*)()> parts = {
       {"inverse", test_inverse}, {"recurrence", test_recurrence},         {"packets", test_packets},
       {"tails", test_tails},     {"calls", test_calls},                   {"prefix-bounded", test_prefix_bounded},
-      {"prefix-unbounded", test_prefix_unbounded}};
+      {"resets", test_resets},   {"prefix-unbounded", test_prefix_unbounded}};
   std::vector<std::string> names;
   unsigned seed = 1;
   for (int i = 1; i < argc; ++i) {
