@@ -71,9 +71,9 @@ def test_same_call_same_bits(run, gate, lengths):
             assert same_bits(run(**inputs), want)
 
 
-# A chunk's tokens meet in matrix products: infinity, which a later token's overflow has made, times the zeros above
-# the diagonal reaches the chunk's earlier rows. With the norm in the kernel this takes |q| or |k| beyond 1e18 (their
-# squares leave float32).
+# A chunk's tokens meet in matrix products: infinity, which a later token's overflow has made, times the zeros
+# above the diagonal reaches the chunk's earlier rows. With the norm in the kernel this takes |q| or |k| beyond
+# 1e18 (their squares leave float32).
 OVERFLOWS = pytest.mark.xfail(
     not DRY, reason="an overflow reaches back to the start of its chunk", strict=True
 )
@@ -288,8 +288,8 @@ def test_nan_stays_in_its_head(run, gate, record_property):
             lost = ~np.isnan(got[:, :, hit].astype(np.float32)).any(axis=(1, 3))
             found.expect(not lost.any(), f"{name}: NaN was lost in o")
             if name != "initial_state":
-                # Earlier tokens are promised their bits for finite later ones. What is not finite may reach back
-                # to the start of its own chunk of 32 tokens, and no further.
+                # Earlier tokens are promised their bits for finite later ones. What is not finite may
+                # reach back to the start of its own chunk of 32 tokens, and no further.
                 found.expect(bits(got[:, :32]) == bits(o[:, :32]), f"{name}: an earlier chunk changed")
 
 
