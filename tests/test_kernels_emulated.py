@@ -88,13 +88,7 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "calls",
         "prefix-bounded",
         "prefix-unbounded",
-        pytest.param(
-            "resets",
-            marks=pytest.mark.xfail(
-                raises=AssertionError,
-                reason="the unbounded scheme keeps exp(-10) of what a token should forget",
-            ),
-        ),
+        "resets",
     ],
 )
 def test_the_kernels_are_right(program: Path, part: str) -> None:

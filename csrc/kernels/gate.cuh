@@ -12,7 +12,8 @@ namespace jax_kda {
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kGateUnit = 2048.f;  // 2^11
-constexpr float kClampNats = 10.f;   // the unbounded scheme's floor for one token: exp(-10) = 5e-5, a fiftieth of what bf16 operands resolve
+constexpr float kPairNats = 10.f;    // the unbounded scheme's floor for one token in pair weights: exp(-10) = 5e-5, a fiftieth of bf16's rounding
+constexpr float kFloorNats = 22.f;   // its floor for one token in everything that meets the state: exp(-22) = 3e-10
 
 // What the activation of one value head's gates needs.
 struct GateConstants {
@@ -45,7 +46,7 @@ template <bool kBounded> KDA_DEVICE float log_decay(float raw, float bias, const
     if (c.mode == GateMode::kLog) y = raw * c.height;
     else if (c.mode == GateMode::kSoftplus) y = c.height * softplus2(fma(raw, c.slope, bias));
     else y = rcp_approx(fma(exp2_approx(fma(raw, c.slope, bias)), c.height, c.height));
-    return max_keep_nan(y, -kClampNats * kLog2E * kGateUnit);
+    return max_keep_nan(y, -kFloorNats * kLog2E * kGateUnit);
   }
 }
 

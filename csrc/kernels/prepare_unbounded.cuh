@@ -12,7 +12,8 @@
 //
 // Pair weights exp(G_i - G_j), i >= j, are products of two factors around a reference that no later token can move: the start of an 8-token group;
 // each token's decay is clamped at -10 nats (5e-5 of what was there is kept instead of less), so that eight tokens stay within 2^+-116. Pairs
-// across groups use the boundary between them, where both factors are <= 1. The diagonal of M is q.k exactly.
+// across groups use the boundary between them, where both factors are <= 1. The diagonal of M is q.k exactly. What meets the state (Kd, Qd, Kr, the
+// decay) and the pairs across blocks get the excess back, down to -22 nats a token: a state may be larger than the values by any factor.
 // The factor 1/|k| of the keys enters as the start value of the running sums (log2 of it), so normalising costs no multiplication.
 #pragma once
 
@@ -144,27 +145,35 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
       // Log decays as pairs of f16, in the layout of a B operand: register r holds tokens 8 (r & 1) + 2 t, + 1 of channel 8 (r >> 1) + g.
-      uint32_t value[4], rest[4];
-      uint32_t raw[4];
-      if constexpr (!kGatesF32) load_tiles_transposed(raw, square_at(slice, b));
+      auto decays = [&](auto use) {  // use(r, both log decays of register r)
+        [[maybe_unused]] uint32_t raw[4];
+        if constexpr (!kGatesF32) load_tiles_transposed(raw, square_at(slice, b));
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        float raw0, raw1;
-        if constexpr (kGatesF32) {
-          const int token = b * 16 + 8 * (r & 1) + 2 * t, channel = (slice & 1) * 16 + (r >> 1) * 8 + g;
-          const uint32_t panel = stage + stage::kGatesF32 + (slice >> 1) * kPanel + (channel & 3) * 4;
-          raw0 = load_shared(panel + panel_unit(token, channel >> 2));
-          raw1 = load_shared(panel + panel_unit(token + 1, channel >> 2));
-        } else {
-          raw0 = low_bf16(raw[r]);
-          raw1 = high_bf16(raw[r]);
+        for (int r = 0; r < 4; ++r) {
+          float raw0, raw1;
+          if constexpr (kGatesF32) {
+            const int token = b * 16 + 8 * (r & 1) + 2 * t, channel = (slice & 1) * 16 + (r >> 1) * 8 + g;
+            const uint32_t panel = stage + stage::kGatesF32 + (slice >> 1) * kPanel + (channel & 3) * 4;
+            raw0 = load_shared(panel + panel_unit(token, channel >> 2));
+            raw1 = load_shared(panel + panel_unit(token + 1, channel >> 2));
+          } else {
+            raw0 = low_bf16(raw[r]);
+            raw1 = high_bf16(raw[r]);
+          }
+          use(r, log_decay<false>(raw0, bias[r >> 1], c.gate), log_decay<false>(raw1, bias[r >> 1], c.gate));
         }
-        const float y0 = log_decay<false>(raw0, bias[r >> 1], c.gate), y1 = log_decay<false>(raw1, bias[r >> 1], c.gate);
+      };
+      constexpr float kPairFloor = -kPairNats * kLog2E * kGateUnit;
+      uint32_t value[4], rest[4];
+      bool excess = false;
+      decays([&](int r, float whole0, float whole1) {
+        const float y0 = max_keep_nan(whole0, kPairFloor), y1 = max_keep_nan(whole1, kPairFloor);
+        excess |= !(whole0 == y0 && whole1 == y1);
         value[r] = pack_f16(y0, y1);
         float v0, v1;
         unpack_f16(value[r], v0, v1);
         rest[r] = pack_f16(y0 - v0, y1 - v1);
-      }
+      });
 
       // exponents: x = G - reference + log2(1/|k|); up = exp2(x), down = exp2(2 log2(1/|k|) - x)
       const uint32_t sums[4] = {local & valid[b][0], 0u, 0u, local & valid[b][1]};
@@ -255,8 +264,26 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
         mma_bf16(acc[3 * b + 1], kq[1], columns_kr[0][0], columns_kr[0][1]);
         const float before[4] = {group[0].x, group[0].y, group[0].z, group[0].w}, after[4] = {group[1].x, group[1].y, group[1].z, group[1].w};
         scale(up, 1, before), scale(kr, 0, after);
-        round_rows(1);
       }
+      if (any_lane(excess)) {  // the gates are read once more: few chunks come here, and registers are short
+        uint32_t more[4];
+        decays([&](int r, float whole0, float whole1) {
+          more[r] = pack_f16(whole0 - max_keep_nan(whole0, kPairFloor), whole1 - max_keep_nan(whole1, kPairFloor));
+        });
+        const uint32_t prefix[4] = {local & valid[b][0], (kUnit | kUnit << 16) & valid[b][0], 0u, local & valid[b][1]};
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          float x[4] = {0.f, 0.f, 0.f, 0.f};
+          mma_f16(x, prefix, more[2 * n], more[2 * n + 1]);
+          const float last[2] = {shuffle(x[2], 28 + t), shuffle(x[3], 28 + t)};  // of token 15
+#pragma unroll
+          for (int i = 0; i < 4; ++i) up[4 * n + i] *= exp2_approx(x[i]), kr[4 * n + i] *= exp2_approx(last[i & 1] - x[i]);
+#pragma unroll
+          for (int e = 0; e < 2; ++e) total[2 * n + e] *= exp2_approx(last[e]);
+        }
+        round_rows(0);
+      }
+      round_rows(1);
       round_kr(columns_kr, kr, 0), round_kr(columns_kr, kr, 1);  // k exp(G_15 - G) of this block
 
       if (b == 0) {

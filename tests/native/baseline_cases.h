@@ -245,7 +245,7 @@ class Call {
   Packet exact_packet(const Activations& x, int chunk) const {
     const size_t from = size_t(chunk) * C;
     Vector log_decay(&x.log_decay[from * D], &x.log_decay[from * D] + C * D);
-    for (double& y : log_decay) y = bounded() ? y : std::max(y, -double(kClampNats));
+    for (double& y : log_decay) y = bounded() ? y : std::max(y, -double(kFloorNats));
     return make_packet(&x.k[from * D], &x.q[from * D], log_decay.data(), &x.beta[from]);
   }
 

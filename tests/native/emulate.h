@@ -209,6 +209,17 @@ inline void store_global16_if(bool on, void* p, float4 v) {
   std::memcpy(p, &v, 16);
 }
 
+inline bool any_lane(bool x) {
+  struct Operand {
+    bool x, result;
+  } mine = {x, false};
+  machine->together("vote", mine, [](const std::array<Operand*, 32>& all) {
+    bool any = false;
+    for (const Operand* y : all) any |= y->x;
+    for (Operand* y : all) y->result = any;
+  });
+  return mine.result;
+}
 inline float shuffle(float x, int lane) {
   struct Operand {
     float x, result;
