@@ -72,8 +72,8 @@ def test_same_call_same_bits(run, gate, lengths):
 
 
 # A chunk's tokens meet in matrix products: infinity, which a later token's overflow has made, times the zeros
-# above the diagonal reaches the chunk's earlier rows. With the norm in the kernel this takes |q| or |k| beyond
-# 1e18 (their squares leave float32).
+# above the diagonal reaches the chunk's earlier rows. With the norm in the kernel this takes |q| or |k|
+# beyond 1e18 (their squares leave float32).
 OVERFLOWS = pytest.mark.xfail(
     not DRY, reason="an overflow reaches back to the start of its chunk", strict=True
 )
