@@ -79,8 +79,11 @@ class Recorder:
         test["seconds"] = round(test["seconds"] + report.duration, 3)
         test["figures"] |= dict(report.user_properties)
         if report.outcome != "passed" and test["outcome"] != "failed":
-            test["outcome"] = report.outcome
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            if hasattr(report, "wasxfail"):  # pytest calls an expected failure skipped
+                test["outcome"], reason = "xfailed", report.wasxfail
+            else:
+                test["outcome"] = report.outcome
+                reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
             test["reason"] = reason[-2000:]
 
     def pytest_sessionfinish(self):
@@ -94,7 +97,7 @@ class Recorder:
             "digest": _digest(),
             **_machine(),
             "date": datetime.date.today().isoformat(),
-            **{outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "skipped")},
+            **{outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "skipped", "xfailed")},
             "seconds": round(time.monotonic() - self.begin, 1),
             "tests": sorted(self.tests.values(), key=lambda test: test["name"]),
         }
