@@ -20,6 +20,7 @@ enum class Route : int32_t {
   kBaselineM128 = 0,
   // The same with the recurrence that architectures without wgmma use (mma.sync), on any architecture: how that path is tested on Hopper.
   kBaselineM128WarpEngine = 1,
+  kBaselineM64 = 2,
 };
 
 // One call of the operation. Arrays are dense, row-major, on the current device; a null pointer means "absent".
