@@ -58,9 +58,10 @@ KDA_DEVICE void copies_wait_all() { asm volatile("cp.async.wait_all;" ::: "memor
 // ---- clusters. An address of the CTA's own shared memory is one of the cluster's too.
 KDA_DEVICE uint32_t cluster_rank() { uint32_t r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
 KDA_DEVICE uint32_t at_rank(uint32_t address, uint32_t rank) { uint32_t r; asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank)); return r; }
-// All threads of all CTAs. What each has done before is seen by all behind it.
+// All threads of all CTAs. What each has done before is seen by all behind it. Lanes may come one by one.
 KDA_DEVICE void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
 }
 KDA_DEVICE void barrier_arrive_at(uint32_t b) { asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(b) : "memory"); }
 KDA_DEVICE bool barrier_try_cluster(uint32_t b, uint32_t parity) {
