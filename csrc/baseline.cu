@@ -10,7 +10,8 @@
 //                      K1: wait free -> write the packet -> full; in a pair also copied to the peer's stage, whose full it completes
 //                      K2: wait full -> products -> free
 //   barriers         full[s]: the last warp of the group (a packet of the CTA's own), or the bytes of the peer's, announced by K2 beforehand
-//                    free[s]: one arrival per K2 warp of every CTA, at the CTA that prepares this stage's packets
+//                    free[c mod 2 kStages]: one arrival per K2 warp of every CTA, at the CTA that prepares this stage's packets. Two a stage,
+//                    because a group may come to wait for its stage's next turn while another still waits for this one
 //                    raw[g]:  the copy engine has brought group g's raw rows
 //
 // Values never pass through the ring: each K2 warp copies its own columns. A CTA of a pair waits for its peer only, both are resident (a cluster),
@@ -28,8 +29,8 @@ namespace {
 
 template <int kRanks, bool kBounded, bool kGatesF32> struct Baseline {
   static constexpr int kConsumers = 2 / kRanks, kConsumerThreads = kConsumers * 128;  // warpgroups of K2
-  static constexpr int kStages = 4;
-  static constexpr int kBuffers = 1;
+  static constexpr int kBuffers = kRanks == 1 && kBounded && !kGatesF32 ? 2 : 1;  // of a group's raw rows: two where they fit
+  static constexpr int kStages = kBuffers == 2 ? 3 : 4;
   using Prepare = std::conditional_t<kBounded, PrepareBounded<kGatesF32, SharedPacket, kBuffers>, PrepareUnbounded<kGatesF32, SharedPacket>>;
   static constexpr int kGroups = kRanks == 2 && !kGatesF32 ? 3 : 2, kGroupThreads = Prepare::kWarps * 32;  // of K1
   static constexpr int kThreads = kConsumerThreads + kGroups * kGroupThreads;
@@ -47,23 +48,26 @@ template <int kRanks, bool kBounded, bool kGatesF32> struct Baseline {
   static constexpr uint32_t kGate = kRows + 24;
   static constexpr uint32_t kFull = kGate + 8;
   static constexpr uint32_t kFree = kFull + kStages * 8;
-  static constexpr uint32_t kRaw = kFree + kStages * 8;
+  static constexpr uint32_t kRaw = kFree + 2 * kStages * 8;
   static constexpr uint32_t kFound = kRaw + kGroups * 8;
   static constexpr uint32_t kBytes = kFound + 8;
   static_assert(kBytes <= 232448, "more shared memory than a CTA can have");
   static_assert(kStages % kRanks == 0, "a stage's packets come from one CTA");
+  // Who waits for a barrier's next phase has prepared a chunk `groups` earlier, so its stage was free, so this phase is over.
+  static_assert(kGroups * kRanks <= 2 * kStages, "waits for one barrier may be two phases apart");
 
   static constexpr uint32_t kAnnounced = stage::kPacketBytes / (kConsumers * 4);  // bytes of a peer's packet, by each K2 warp
   static_assert(kAnnounced * kConsumers * 4 == stage::kPacketBytes);
 
   // A K2 warp has done with a stage: it announces its share of the stage's next packet, where the peer will send it, and tells who prepares that.
-  static KDA_DEVICE void release(uint32_t shared, uint32_t slot) {
+  static KDA_DEVICE void release(uint32_t shared, uint32_t slot, uint32_t round) {
+    const uint32_t free = shared + kFree + 8 * (slot + round * kStages);
     if constexpr (kRanks == 1) {
-      barrier_arrive(shared + kFree + 8 * slot);
+      barrier_arrive(free);
     } else {
       const uint32_t owner = slot % kRanks;
       if (owner != cluster_rank()) barrier_expect(shared + kFull + 8 * slot, kAnnounced);
-      barrier_arrive_at(at_rank(shared + kFree + 8 * slot, owner));
+      barrier_arrive_at(at_rank(free, owner));
     }
   }
 };
@@ -92,7 +96,7 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
     for (int s = 0; s < L::kStages; ++s) {
       const bool own = s % kRanks == rank;
       barrier_init(base + L::kFull + 8 * s, own ? 1 : L::kConsumers * 4);
-      barrier_init(base + L::kFree + 8 * s, 8);
+      for (int round = 0; round < 2; ++round) barrier_init(base + L::kFree + 8 * (s + round * L::kStages), 8);
       for (int i = 0; i < L::kConsumers * 4 && !own; ++i) barrier_expect(base + L::kFull + 8 * s, L::kAnnounced);
     }
     for (int g = 0; g < L::kGroups; ++g) barrier_init(base + L::kRaw + 8 * g, 1);
@@ -111,9 +115,11 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
     produce<typename L::Prepare>(
         a, maps, context, role,
         [&](int chunk) {
-          const int turn = chunk / L::kStages;
-          const uint32_t free = base + L::kFree + 8 * (chunk % L::kStages);
-          if (turn > 0) kRanks == 1 ? barrier_wait(free, (turn - 1) & 1) : barrier_wait_cluster(free, (turn - 1) & 1);
+          if (chunk >= L::kStages) {
+            const int before = chunk - L::kStages, turn = before / (2 * L::kStages);
+            const uint32_t free = base + L::kFree + 8 * (before % (2 * L::kStages));
+            kRanks == 1 ? barrier_wait(free, turn & 1) : barrier_wait_cluster(free, turn & 1);
+          }
           return SharedPacket{base + chunk % L::kStages * L::kStageBytes};
         },
         [&](int chunk) {
@@ -124,8 +130,9 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
         });
   } else {
     if constexpr (L::kConsumerRegisters > L::kShare) take_registers<L::kConsumerRegisters>();
-    const int value_row = (rank * L::kConsumers * 4 + warp) * 16;
-    auto* o = static_cast<uint16_t*>(a.o) + first_row(a, task, a.HV, task.head, kHeadDim) + value_row;
+    // Formed anew behind the loop, which is short of registers.
+    auto value_row = [&] { return (int(opaque(uint32_t(rank))) * L::kConsumers * 4 + int(opaque(threadIdx.x)) / 32) * 16; };
+    auto* o = static_cast<uint16_t*>(a.o) + first_row(a, task, a.HV, task.head, kHeadDim) + value_row();
     const int64_t values = static_cast<const char*>(a.v) - static_cast<const char*>(a.o);
     const RecurrenceContext context = {base, warp, lane, o, values, int(a.HV) * kHeadDim, task.tokens};
     auto state = [&](const void* p, DType dtype) {
@@ -133,10 +140,10 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
     };
     if (task.tokens > 0) {
       State st;
-      load_state(st, state(a.initial_state, a.state_in_dtype), a.state_in_dtype, a.state_v_first, value_row, lane);
+      load_state(st, state(a.initial_state, a.state_in_dtype), a.state_in_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
       recur<Engine, L>(context, st);
       if (a.final_state)
-        store_state(st, const_cast<char*>(state(a.final_state, a.state_out_dtype)), a.state_out_dtype, a.state_v_first, value_row, lane);
+        store_state(st, const_cast<char*>(state(a.final_state, a.state_out_dtype)), a.state_out_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
     } else if (a.final_state) {
       copy_state(state(a.initial_state, a.state_in_dtype), a.state_in_dtype, const_cast<char*>(state(a.final_state, a.state_out_dtype)),
                  a.state_out_dtype, rank * L::kConsumerThreads + thread, kRanks * L::kConsumerThreads);

@@ -29,7 +29,7 @@ using State = float[64];
 
 // Pipe is the kernel's layout of shared memory, as constants, because registers are what the loop is short of: kStages, kStageBytes (stages from
 // offset 0), kFull (barriers: the packet is there), kValues (1 KB a stage and warp), kOnes ([128] f32 ones: the decay behind the last chunk).
-// Pipe::release(shared, slot) is called by one lane of each warp that has done with a stage.
+// Pipe::release(shared, slot, round) is called by one lane of each warp that has done with a stage; round: how often the ring went round, mod 2.
 struct RecurrenceContext {
   uint32_t shared;   // address of the CTA's shared memory
   int warp;          // of K2
@@ -177,7 +177,7 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
       store_tiles_transposed(tiles + slot * 1024 + i * 512, pack_bf16(o[8 * i], o[8 * i + 1]), pack_bf16(o[8 * i + 2], o[8 * i + 3]),
                              pack_bf16(o[8 * i + 4], o[8 * i + 5]), pack_bf16(o[8 * i + 6], o[8 * i + 7]));
     sync_warp();
-    if (lane == 0 && more) Pipe::release(c.shared, slot);
+    if (lane == 0 && more) Pipe::release(c.shared, slot, parity);
     decay(more ? next + stage::kDecay : c.shared + Pipe::kOnes);
 #pragma unroll
     for (int i = 0; i < 2; ++i)

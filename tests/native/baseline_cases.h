@@ -300,7 +300,7 @@ void test_packets() {
       Case c(gates);
       c.T = 97 + 7 * (i % 9), c.g_f32 = f32, c.warp_engine = i % 4 == 1, c.beta_f32 = i % 3 == 0, c.tensor_maps = i % 5 != 2;
       Call(c).run_and_check();
-      c.ranks = 2, c.T = 33 + 29 * (i % 7);
+      c.ranks = 2, c.T = 33 + 29 * (i % 9);
       Call(c).run_and_check();
       ++i;
     }

@@ -178,7 +178,7 @@ class Machine {
     left_ = ranks * threads;
     while (stacks().size() < size_t(left_)) stacks().emplace_back(new char[kStackBytes]);
     for (int i = 0; i < left_; ++i) lanes_.emplace_back(new Lane(i, agents_)), runnable_.push_back(lanes_.back().get());
-    for (Warp& w : warps_) w.weight = 1u << draw(5);  // some warps hurry, some lag
+    for (Warp& w : warps_) w.weight = 1u << draw(12);  // some warps hurry, some lag
     inside_.assign(ranks, threads);
   }
 
@@ -420,6 +420,7 @@ inline void Machine::note_read(Lane& lane, uint32_t cell, bool collective, bool 
 }
 
 inline Access& Machine::note_write(Lane& lane, uint32_t cell, bool collective) {
+  if (mbarriers_.count((cell & ~1u) * 4 + kBase)) fail("writes at %u, over an mbarrier", cell * 4);
   Cell& c = cells_[cell];
   if (c.write.agent >= 0 && !ordered(lane, c.write) && !(collective && of_warp(lane, c.write)))
     fail("race: writes at %u as %s does, and nothing orders the two", cell * 4, name(c.write.agent).c_str());

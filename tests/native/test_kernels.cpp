@@ -203,7 +203,7 @@ struct TestPipe {
   static constexpr uint32_t kFull = kOnes + D * 4;
   static constexpr uint32_t kEmpty = kFull + kStages * 8;
   static constexpr uint32_t kBytes = kEmpty + kStages * 8;
-  static void release(uint32_t shared, uint32_t slot) { barrier_arrive(shared + kEmpty + 8 * slot); }
+  static void release(uint32_t shared, uint32_t slot, uint32_t) { barrier_arrive(shared + kEmpty + 8 * slot); }
 };
 
 template <class Engine> void run_recurrence(const char* name, int tokens, bool decays) {
