@@ -54,5 +54,18 @@ struct SharedPacket {
     store_tiles(base + at(lane >> 3, lane & 7), t0, t1, t2, t3);
   }
 };
+// In global memory, as ordinary stores: for packets that other CTAs will fetch.
+struct GlobalPacket {
+  static constexpr bool kReadable = false;
+  char* base;
+  KDA_DEVICE void word(uint32_t offset, uint32_t x) const { store_global(base + offset, x); }
+  KDA_DEVICE void two(uint32_t offset, float x, float y) const { store_global2(base + offset, x, y); }
+  KDA_DEVICE void four(uint32_t offset, float4 x) const { store_global16_if(true, base + offset, x); }
+  template <class At> KDA_DEVICE void tiles(int lane, At at, uint32_t t0, uint32_t t1, uint32_t t2, uint32_t t3) const {
+    const uint32_t t[4] = {t0, t1, t2, t3};
+#pragma unroll
+    for (int m = 0; m < 4; ++m) store_global(base + at(m, lane >> 2) + (lane & 3) * 4, t[m]);
+  }
+};
 
 }  // namespace jax_kda

@@ -204,6 +204,11 @@ inline void store_shared2(uint32_t a, float x, float y) {
   machine->write(machine->lane(), a, v, 8);
 }
 inline void store_shared4(uint32_t a, float4 v) { machine->write(machine->lane(), a, &v, 16); }
+inline void store_global(void* p, uint32_t x) { std::memcpy(p, &x, 4); }
+inline void store_global2(void* p, float x, float y) {
+  const float v[2] = {x, y};
+  std::memcpy(p, v, 8);
+}
 inline void store_global16_if(bool on, void* p, float4 v) {
   if (!on && planted != Fault::kTailStored) return;
   if (reinterpret_cast<uintptr_t>(p) % 16) machine->fail("a store to global memory is not aligned");
