@@ -16,12 +16,11 @@
 //
 // Values never pass through the ring: each K2 warp copies its own columns. A CTA of a pair waits for its peer only, both are resident (a cluster),
 // and neither leaves before the other has done with it.
+#include "kernels/launch_kernel.cuh"
 #include "kernels/produce.cuh"
 #include "kernels/recurrence.cuh"
 #include "launch.h"
 
-#include <atomic>
-#include <mutex>
 #include <type_traits>
 
 namespace jax_kda {
@@ -111,6 +110,11 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
     const PrepareContext context = {a.gate, base + L::kGate, a.scale, a.l2norm, base + L::kBias, base + L::kMemory + group * L::Prepare::kBytes,
                                     1 + group, 1 + L::kGroups + group, member, lane};
     const Producer role = {base + L::kRows, base + L::kRaw + 8 * group, group * kRanks + rank, L::kGroups * kRanks};
+    auto send = [&](int chunk, uint32_t from, uint32_t to) {  // bytes of a packet, to the peer
+      if (kRanks == 1 || lane != 0) return;
+      const uint32_t packet = base + chunk % L::kStages * L::kStageBytes + from, full = base + L::kFull + 8 * (chunk % L::kStages);
+      copy_to_cluster(at_rank(packet, rank ^ 1), packet, to - from, at_rank(full, rank ^ 1));
+    };
     zero_outside(a, task, (rank * L::kGroups * L::Prepare::kWarps + producer) * 32 + lane, kRanks * L::kGroups * L::kGroupThreads);
     produce<typename L::Prepare>(
         a, maps, context, role,
@@ -122,11 +126,13 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
           }
           return SharedPacket{base + chunk % L::kStages * L::kStageBytes};
         },
+        [&](int chunk) {  // so that this is on its way while A is made
+          send(chunk, 0, stage::kA);
+          send(chunk, stage::kM, stage::kPacketBytes);
+        },
         [&](int chunk) {
-          if (lane != 0) return;
-          const uint32_t packet = base + chunk % L::kStages * L::kStageBytes, full = base + L::kFull + 8 * (chunk % L::kStages);
-          barrier_arrive(full);
-          if constexpr (kRanks == 2) copy_to_cluster(at_rank(packet, rank ^ 1), packet, stage::kPacketBytes, at_rank(full, rank ^ 1));
+          if (lane == 0) barrier_arrive(base + L::kFull + 8 * (chunk % L::kStages));
+          send(chunk, stage::kA, stage::kM);
         });
   } else {
     if constexpr (L::kConsumerRegisters > L::kShare) take_registers<L::kConsumerRegisters>();
@@ -150,19 +156,6 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
     }
   }
   if constexpr (kRanks > 1) sync_cluster();
-}
-
-// cudaFuncSetAttribute once per kernel and device: it is no stream operation, so it is allowed (once, cheaply) inside a capture too.
-template <auto kKernel> cudaError_t allow_shared_memory(int bytes) {
-  static std::mutex mutex;
-  static std::atomic<bool> done[64];
-  int device = 0;
-  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  if (device < 64 && done[device].load(std::memory_order_acquire)) return cudaSuccess;
-  std::lock_guard<std::mutex> lock(mutex);
-  if (cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); e != cudaSuccess) return e;
-  if (device < 64) done[device].store(true, std::memory_order_release);
-  return cudaSuccess;
 }
 
 template <class Engine, int kRanks, bool kBounded, bool kGatesF32> cudaError_t launch(const PrefillArgs& a, cudaStream_t stream) {

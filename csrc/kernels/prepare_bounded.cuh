@@ -46,16 +46,16 @@ template <bool kGatesF32, class Packet, int kBuffers> struct PrepareBounded {
   static KDA_DEVICE uint32_t buffer(uint32_t memory, int turn) { return memory + (kBuffers == 2 ? (turn & 1) * kBufferBytes : 0); }
 
   // turn: how many chunks this group has prepared before; beta: of token `lane`. acquire() waits until the packet may be written, and gives
-  // it. rows_used() is called by one warp when the copy engine may bring the next rows. True for the warp that has finished the packet, after all
-  // others.
-  template <class Acquire, class RowsUsed>
-  static KDA_DEVICE bool run(const PrepareContext& c, int tokens, float beta, int turn, Acquire acquire, RowsUsed rows_used);
+  // it. rows_used() is called by one warp when the copy engine may bring the next rows; all_but_a() by the warp that inverts, when all of the packet
+  // but A is there. True for that warp, after all others.
+  template <class Acquire, class RowsUsed, class AllButA>
+  static KDA_DEVICE bool run(const PrepareContext& c, int tokens, float beta, int turn, Acquire acquire, RowsUsed rows_used, AllButA all_but_a);
 };
 
 template <bool kGatesF32, class Packet, int kBuffers>
-template <class Acquire, class RowsUsed>
+template <class Acquire, class RowsUsed, class AllButA>
 KDA_DEVICE bool PrepareBounded<kGatesF32, Packet, kBuffers>::run(const PrepareContext& c, int /*tokens*/, float beta, int turn, Acquire acquire,
-                                                                 RowsUsed rows_used) {
+                                                                 RowsUsed rows_used, AllButA all_but_a) {
   const int lane = int(opaque(c.lane)), g = lane >> 2, t = lane & 3, w = c.warp;
   const int panel = w & 1, block = w >> 1;
   const uint32_t memory = opaque(c.memory), rows = buffer(memory, turn);
@@ -258,6 +258,7 @@ KDA_DEVICE bool PrepareBounded<kGatesF32, Packet, kBuffers>::run(const PrepareCo
   sync_group(c.tiles_barrier, kWarps * 32);
 
   // ---- 4. A
+  all_but_a();
   if (kBuffers == 1) rows_used();
   invert_and_store(
       [&](int row, int column) {

@@ -43,16 +43,16 @@ template <bool kGatesF32, class Packet> struct PrepareUnbounded {
   static KDA_DEVICE uint32_t square(uint32_t rows, int which) { return rows + kKeyQuery + (which == 0 ? stage::kKeyQueryPanel : 0u); }
 
   // As PrepareBounded::run.
-  template <class Acquire, class RowsUsed>
-  static KDA_DEVICE bool run(const PrepareContext& c, int tokens, float beta, int turn, Acquire acquire, RowsUsed rows_used);
+  template <class Acquire, class RowsUsed, class AllButA>
+  static KDA_DEVICE bool run(const PrepareContext& c, int tokens, float beta, int turn, Acquire acquire, RowsUsed rows_used, AllButA all_but_a);
 };
 
 // The block of 16 tokens x 16 channels of one lane: element 4 n + 2 h + e is (token 8 h + g, channel 8 n + 2 t + e).
 using Block = float[8];
 
 template <bool kGatesF32, class Packet>
-template <class Acquire, class RowsUsed>
-KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c, int tokens, float beta, int /*turn*/, Acquire acquire, RowsUsed rows_used) {
+template <class Acquire, class RowsUsed, class AllButA>
+KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c, int tokens, float beta, int /*turn*/, Acquire acquire, RowsUsed rows_used, AllButA all_but_a) {
   constexpr uint32_t kUnit = 0x1000;  // f16 2^-11: undoes kGateUnit inside the running sums
   const int lane = int(opaque(c.lane)), g = lane >> 2, t = lane & 3;
   const uint32_t memory = opaque(c.memory), rows = memory;
@@ -372,11 +372,12 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
 #pragma unroll
     for (int column = 0; column <= row; ++column) tile(row, column).v[0] *= strength, tile(row, column).v[1] *= strength;
   }
+  packet.word(stage::kBeta + lane * 4, bits(beta));
   fence_async_shared();
   sync_group(c.tiles_barrier, kWarps * 32);
+  all_but_a();
   rows_used();
   invert_and_store(tile, packet, lane);
-  packet.word(stage::kBeta + lane * 4, bits(beta));
   fence_async_shared();
   sync_warp();
   return true;

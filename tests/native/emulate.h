@@ -311,7 +311,7 @@ inline void barrier_arrive_at(uint32_t b) {
 inline void barrier_wait_cluster(uint32_t b, uint32_t parity) { barrier_wait(b, parity); }
 inline void copy_to_cluster(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
   emulation::BoxCopy box = {to, barrier, {}};
-  box.from = from, box.bytes = planted == Fault::kHalfToPeer ? bytes / 256 * 128 : bytes, box.announced = bytes;
+  box.from = from, box.bytes = planted == Fault::kHalfToPeer ? bytes / 32 * 16 : bytes, box.announced = bytes;
   machine->start_box(std::move(box));
 }
 inline void copy_tensor(uint32_t to, const void* map, int x, int y, int z, uint32_t barrier) {

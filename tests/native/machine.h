@@ -455,15 +455,15 @@ inline void Machine::finish_copies(int pending) {
 }
 
 inline void Machine::start_box(BoxCopy box) {
-  const uint32_t at = offset(box.to, 128), end = at + box.size();
-  if (box.to % 1024) fail("a box at %u", at);
+  const uint32_t at = offset(box.to, 16), end = at + box.size();
+  if (box.to % (box.bytes ? 16 : 1024)) fail("a box at %u", at);
   offset(box.to + (box.size() - 1) / 16 * 16, 16);
   const Mbarrier& b = mbarrier(box.barrier);
   if (current_->order.fenced[b.initialiser] < b.initialised)
     fail("no proxy fence between the initialisation of mbarrier %u and a copy", box.barrier - kBase);
   const int agent = b.agent;
   for (uint32_t i = 0; i < box.bytes / 4; ++i) {
-    const uint32_t cell = offset(box.from, 128) / 4 + i;
+    const uint32_t cell = offset(box.from, 16) / 4 + i;
     note_read(*current_, cell, false, true);
     cells_[cell].reads.back() = {agent, false, kInFlight};
   }
