@@ -78,8 +78,8 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = shared_address(shared);
   const int thread = threadIdx.x, lane = thread & 31;
-  const int warp = __shfl_sync(0xffffffffu, thread >> 5, 0);  // known to be uniform: no divergence code around the roles
-  const int rank = kRanks == 1 ? 0 : int(cluster_rank());
+  const int warp = int(uniform(thread >> 5));
+  const int rank = kRanks == 1 ? 0 : int(uniform(cluster_rank()));
   const Task task = find_task(a, blockIdx.x / kRanks, base + L::kFound);
 
   const GateConstants gate = gate_constants<kBounded>(
@@ -118,7 +118,7 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
     zero_outside(a, task, (rank * L::kGroups * L::Prepare::kWarps + producer) * 32 + lane, kRanks * L::kGroups * L::kGroupThreads);
     produce<typename L::Prepare>(
         a, maps, context, role,
-        [&](int chunk) {
+        [&](int chunk, int) {
           if (chunk >= L::kStages) {
             const int before = chunk - L::kStages, turn = before / (2 * L::kStages);
             const uint32_t free = base + L::kFree + 8 * (before % (2 * L::kStages));
@@ -130,7 +130,7 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
           send(chunk, 0, stage::kA);
           send(chunk, stage::kM, stage::kPacketBytes);
         },
-        [&](int chunk) {
+        [&](int chunk, int) {
           if (lane == 0) barrier_arrive(base + L::kFull + 8 * (chunk % L::kStages));
           send(chunk, stage::kA, stage::kM);
         });

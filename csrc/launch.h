@@ -21,6 +21,9 @@ enum class Route : int32_t {
   // The same with the recurrence that architectures without wgmma use (mma.sync), on any architecture: how that path is tested on Hopper.
   kBaselineM128WarpEngine = 1,
   kBaselineM64 = 2,
+  kC4M128D15 = 3,
+  kC4M64D10 = 4,
+  kC8M128D35 = 5,
 };
 
 // One call of the operation. Arrays are dense, row-major, on the current device; a null pointer means "absent".

@@ -18,6 +18,7 @@ namespace jax_kda {
 
 KDA_DEVICE uint32_t bits(float x) { return __float_as_uint(x); }
 KDA_DEVICE float from_bits(uint32_t x) { return __uint_as_float(x); }
+KDA_DEVICE uint64_t join(uint32_t lo, uint32_t hi) { uint64_t d; asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(lo), "r"(hi)); return d; }
 
 // ---- scalar functions. Approximate ones: absolute or relative error about 2^-22.
 KDA_DEVICE float exp2_approx(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
@@ -100,6 +101,8 @@ KDA_DEVICE void store_global16_if(bool on, void* p, float4 v) {
 }
 
 KDA_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+// The same value in every lane, and the compiler knows it: in a uniform register.
+KDA_DEVICE uint32_t uniform(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
 KDA_DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 KDA_DEVICE void sync_warp() { __syncwarp(); }
 KDA_DEVICE void sync_group(int barrier, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory"); }
@@ -113,7 +116,6 @@ KDA_DEVICE void arrive_group(int barrier, int threads) { asm volatile("bar.arriv
 KDA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 KDA_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending> KDA_DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory"); }
-KDA_DEVICE uint64_t join(uint32_t lo, uint32_t hi) { uint64_t d; asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(lo), "r"(hi)); return d; }
 
 template <bool kTransposeB> KDA_DEVICE void wgmma_n32(float* d, const uint32_t (&a)[4], uint64_t b, int accumulate) {
   asm volatile(

@@ -15,7 +15,8 @@
 
 namespace jax_kda {
 
-constexpr uint32_t kWaitLimit = 1u << 18;  // polls, of about 15 us each where nothing happens: some seconds
+constexpr uint32_t kWaitLimit = 1u << 18;      // polls, of about 15 us each where nothing happens: some seconds
+constexpr uint32_t kFlagWaitLimit = 1u << 23;  // of less than 1 us
 
 KDA_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 KDA_DEVICE uint64_t* barrier_pointer(uint32_t b) { return static_cast<uint64_t*>(__cvta_shared_to_generic(b)); }
@@ -42,6 +43,12 @@ KDA_DEVICE void barrier_expect(uint32_t b, uint32_t bytes) {
 KDA_DEVICE void copy_tensor(uint32_t to, const void* map, int x, int y, int z, uint32_t barrier) {
   const int32_t at[3] = {x, y, z};
   cuda::ptx::cp_async_bulk_tensor(cuda::ptx::space_cluster, cuda::ptx::space_global, __cvta_shared_to_generic(to), map, at, barrier_pointer(barrier));
+}
+
+// Contiguous bytes from global to shared memory (both 16-byte aligned, a multiple of 16), by one thread. The barrier is told when they are there.
+KDA_DEVICE void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier) : "memory");
 }
 
 // Orders this thread's ordinary writes to shared memory before later reads by wgmma and the bulk copy engine.
@@ -79,6 +86,22 @@ KDA_DEVICE void barrier_wait_cluster(uint32_t b, uint32_t parity) {
 // From this CTA's shared memory to another's; the bytes complete on a barrier there.
 KDA_DEVICE void copy_to_cluster(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" :: "r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// ---- flags in global memory
+// What this thread has seen of other threads' ordinary writes to global memory, before its later bulk copies from there.
+KDA_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+KDA_DEVICE void set_flag(uint32_t* flag, uint32_t x) { asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(flag), "r"(x) : "memory"); }
+KDA_DEVICE void add_flag(uint32_t* flag, uint32_t bits) { asm volatile("red.release.gpu.global.or.b32 [%0], %1;" :: "l"(flag), "r"(bits) : "memory"); }
+// Polls until done(flag); what was written before the flag is visible then.
+template <class Done> KDA_DEVICE void wait_flag(const uint32_t* flag, Done done) {
+#pragma unroll 1
+  for (uint32_t i = 0; i < kFlagWaitLimit; ++i) {
+    uint32_t x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
+    if (done(x)) return;
+  }
+  trap();
 }
 
 template <int kRegisters> KDA_DEVICE void give_registers() {

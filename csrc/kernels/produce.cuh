@@ -16,8 +16,8 @@ struct Producer {
   int first, step;       // chunks first, first + step, ...
 };
 
-// acquire(chunk) waits until the chunk's packet may be written, and gives it; called by all warps. all_but_a(chunk) and publish(chunk) are called by all
-// lanes of the warp that finishes it.
+// acquire(chunk, turn) waits until the chunk's packet may be written, and gives it; called by all warps. all_but_a(chunk) and publish(chunk, turn) are
+// called by all lanes of the warp that finishes it. turn: how many chunks the group has prepared before.
 template <class Prepare, class Acquire, class AllButA, class Publish>
 KDA_DEVICE void produce(const PrefillArgs& a, const TensorMaps& maps, const PrepareContext& c, const Producer& p, Acquire acquire, AllButA all_but_a,
                         Publish publish) {
@@ -48,9 +48,9 @@ KDA_DEVICE void produce(const PrefillArgs& a, const TensorMaps& maps, const Prep
       sync_group(c.barrier, kThreads);
     }
     if (Prepare::run(
-            c, tokens() - chunk * kChunk, beta, turn, [&] { return acquire(chunk_of()); }, [&] { copy(chunk_of() + p.step, turn + 1); },
+            c, tokens() - chunk * kChunk, beta, turn, [&] { return acquire(chunk_of(), turn); }, [&] { copy(chunk_of() + p.step, turn + 1); },
             [&] { all_but_a(chunk_of()); }))
-      publish(chunk_of());
+      publish(chunk_of(), turn);
     raw_beta = fetch_beta(chunk_of() + p.step);
   }
 }

@@ -142,6 +142,7 @@ inline float from_bits(uint32_t x) {
   std::memcpy(&f, &x, 4);
   return f;
 }
+inline uint64_t join(uint32_t lo, uint32_t hi) { return uint64_t(hi) << 32 | lo; }
 inline float exp2_approx(float x) { return emulation::flushed(std::exp2(emulation::flushed(x))); }
 inline float log2_approx(float x) { return std::log2(emulation::flushed(x)); }
 inline float rcp_approx(float x) { return emulation::flushed(1.f / emulation::flushed(x)); }
@@ -253,7 +254,6 @@ template <int kPending> void wgmma_wait() {
   int none = 0;
   if (planted != Fault::kProductsNotAwaited) machine->together("wgmma.wait_group", none, [](auto&) { machine->finish_products(kPending); });
 }
-inline uint64_t join(uint32_t lo, uint32_t hi) { return uint64_t(hi) << 32 | lo; }
 template <bool kTransposeB> void wgmma_n32(float* d, const uint32_t (&a)[4], uint64_t b, int accumulate) {
   emulation::wgmma(32, kTransposeB, d, a, b, accumulate);
 }
