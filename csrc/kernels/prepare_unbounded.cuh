@@ -1,22 +1,23 @@
 // K1 for gates without a bound: from the raw rows of one chunk to its packet, by a group of four warps. Needs no state, so chunks are independent.
 // Few registers (88), so that two groups fit beside a 128-row K2.
 //
-//   warp w      tokens 8 w ...: a lane owns four channels and walks over eight tokens; and these tokens of k and q as rows of L and M
+//   warp w      tokens 8 w ...: elementwise work, where a lane owns four channels and walks over the eight tokens; and these tokens of k and q as
+//               rows of L and M
 //
-//   1. norms (products), and log decays; their sums over the eight tokens to the group's memory                    -- group barrier
+//   1. norms (products), and log decays; their sums over the eight tokens to the group's memory                       -- group barrier
 //   2. exp, and rows scaled by exponentials:
-//        packet              Kd = -k e^G, Qd = q e^G; the decay e^G_31
+//        packet              Kd = -k e^G, Qd = q e^G
 //        over the raw rows   the factors of the pair weights e^(G_i - G_j) within the eight: rows e^(P_i - P_start), columns e^(P_start - P_j)
-//        registers           k e^(G_end - G)
-//      the warp's own 8 x 8 tiles of L and M; then the rows are done with, of warp 0, and the columns, of all
-//   3. columns for the rows of each later warp, k e^(G_its start - G), to the places that have become free; Kr = k e^(G_31 - G) to the packet
-//                                                                                                                  -- group barrier
-//   4. the other tiles; M to the packet, L to the group's memory                                -- group barrier, where three warps only arrive
+//        registers           k e^(G_end - G), of the last of the eight
+//      the warp's own 8 x 8 tiles of L and M. After that the columns are free, and of warp 0, which has no other tiles, the rows too
+//   3. for the rows of each later warp, columns k e^(G_end of the warp before it - G), to what is free; then Kr = k e^(G_31 - G) and the decay
+//      e^G_31 to the packet                                                                                           -- group barrier
+//   4. the other tiles; M to the packet, L to the group's memory                      -- group barrier, where three warps only arrive
 //   5. the warp whose turn it is inverts I + L and writes A; the others wait for the next chunk's rows
 //
-// No reference depends on a later token of the chunk. Within eight tokens the two factors of a pair weight may be large and small; to keep them within
-// 2^+-116 a token's decay there, P, is at most 10 nats (5e-5 of what was before it is kept instead of less). Columns for later warps are <= 1, as
-// are their rows, so these are whole on the column's side; and so is all that meets the state, which may be larger than the values by any factor.
+// No reference depends on a later token of the chunk. P is G with each token's decay clamped at -10 nats: only so do the factors within eight tokens,
+// one large and one small, stay within 2^+-116. Where a token forgets more than that, rows behind it keep 5e-5 of the chunk's older tokens instead of
+// less. Columns for later warps, and all that meets the state, which may be larger than the values by any factor, are of G itself.
 // The diagonal of M is q.k, its pair weight exactly one.
 #pragma once
 
@@ -35,13 +36,13 @@ template <bool kGatesF32, class Packet> struct PrepareUnbounded {
   static constexpr bool kBounded = false, kF32 = kGatesF32;
   static constexpr int kWarps = 4;
   // A group's memory, bytes from its start. Panels as in the packet: 64 channels (f32 gates: 32), rows of 128 bytes, 128-byte swizzle.
-  static constexpr uint32_t kKeyQuery = 0;        // raw [2 panels][32 of k, 32 of q]; then rows within the eight; of warp 0, columns for warps 2 and 3
-  static constexpr uint32_t kGates = 4 * kPanel;  // raw; then, [2 panels][32], columns within the eight; then columns for the next warp
-  static constexpr uint32_t kFar = kGates + 2 * kPanel;  // columns of warp 1 for warp 3: over raw gates, or of their own
+  static constexpr uint32_t kKeyQuery = 0;               // raw [2 panels][32 of k, 32 of q]; then rows; then, of warp 0, columns for warps 2 and 3
+  static constexpr uint32_t kGates = 4 * kPanel;         // raw; then, [2 panels][32], columns within the eight; then those for the next warp
+  static constexpr uint32_t kFar = kGates + 2 * kPanel;  // columns of warp 1 for warp 3: over raw f32 gates, or [2 panels][8] of their own
   static constexpr uint32_t kFarPanel = kGatesF32 ? kPanel : 1024;
-  static constexpr uint32_t kTotals = kFar + 2 * kFarPanel;       // sums of the warps' log decays, base 2: [4 warps][128] f32
-  static constexpr uint32_t kFactors = kTotals + kWarps * 512;    // see store_factors
-  static constexpr uint32_t kTiles = kFactors + kChunk * 16;      // -L: [10 tiles][32 lanes] 2 f32
+  static constexpr uint32_t kTotals = kFar + 2 * kFarPanel;     // each warp's sums of log decays, base 2: [4 warps][128] f32
+  static constexpr uint32_t kFactors = kTotals + kWarps * 512;  // see store_factors
+  static constexpr uint32_t kTiles = kFactors + kChunk * 16;    // -L: [10 tiles][32 lanes] 2 f32
   static constexpr uint32_t kBytes = (kTiles + 10 * 256 + 1023) / 1024 * 1024;
   static KDA_DEVICE uint32_t buffer(uint32_t memory, int) { return memory; }
 
@@ -66,7 +67,7 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
                                                          RowsUsed rows_used) {
   const int w = c.warp;
   const uint32_t memory = c.memory, factors = memory + kFactors + w * 128;
-  int lane = int(opaque(c.lane));  // anew for each phase: what is derived from it need not live from one to the next
+  int lane = int(opaque(c.lane));  // again below: what is derived from it need not live through the phases between
   // This lane's four channels of row i of eight, in panels of 64 that lie `distance` apart.
   auto four = [&](uint32_t distance, int i) {
     return ((uint32_t(lane >> 4) * distance + ((lane & 14) << 3 | (lane & 1) << 3)) ^ (i << 4)) + i * 128;
@@ -118,12 +119,10 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
   const Packet packet = acquire();
 
   // ---- 2. scaled rows
-  lane = int(opaque(c.lane));
   {
     const uint32_t rows = memory + kKeyQuery + w * 1024, columns = memory + kGates + w * 1024, whole = stage::kKeyQuery + w * 1024;
-    float from_start[4] = {0.f, 0.f, 0.f, 0.f}, here[4], to_end[4];  // sums of log decays: of the chunk up to here, of the eight behind here
-#pragma unroll
-    for (int e = 0; e < 4; ++e) here[e] = 0.f;
+    float from_start[4] = {0.f, 0.f, 0.f, 0.f}, to_end[4];  // G, and G_end - G
+    float clamped[4] = {0.f, 0.f, 0.f, 0.f};                // P - P_start
     const uint32_t totals = memory + kTotals + lane * 16;
 #pragma unroll
     for (int i = 0; i < kWarps - 1; ++i)
@@ -134,24 +133,25 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
     const float4 total = load_shared4(totals + w * 512);
     to_end[0] = total.x, to_end[1] = total.y, to_end[2] = total.z, to_end[3] = total.w;
 
-    float2 raw_k[2], raw_q[2], factor[2];
+    float2 raw_k[2], raw_q[2];
     auto fetch = [&](int i) {
       const uint32_t at = rows + four(stage::kKeyQueryPanel, i);
-      raw_k[i & 1] = load_shared2(at), raw_q[i & 1] = load_shared2(at + stage::kQueryRows), factor[i & 1] = load_shared2(factors + i * 16);
+      raw_k[i & 1] = load_shared2(at), raw_q[i & 1] = load_shared2(at + stage::kQueryRows);
     };
     fetch(0);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
+      const float2 factor = load_shared2(factors + i * 16);
       if (i + 1 < 8) fetch(i + 1);
       const uint32_t kw[2] = {bits(raw_k[i & 1].x), bits(raw_k[i & 1].y)}, qw[2] = {bits(raw_q[i & 1].x), bits(raw_q[i & 1].y)};
       float k[4], q[4], up[4], down[4], whole_up[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        k[e] = (e & 1 ? high_bf16(kw[e >> 1]) : low_bf16(kw[e >> 1])) * factor[i & 1].x;
-        q[e] = (e & 1 ? high_bf16(qw[e >> 1]) : low_bf16(qw[e >> 1])) * factor[i & 1].y;
+        k[e] = (e & 1 ? high_bf16(kw[e >> 1]) : low_bf16(kw[e >> 1])) * factor.x;
+        q[e] = (e & 1 ? high_bf16(qw[e >> 1]) : low_bf16(qw[e >> 1])) * factor.y;
         from_start[e] += y[i][e], to_end[e] -= y[i][e];
-        here[e] += max_keep_nan(y[i][e], -kPairNats * kLog2E);
-        up[e] = exp2_approx(here[e]), down[e] = exp2_approx(-here[e]), whole_up[e] = exp2_approx(from_start[e]);
+        clamped[e] += max_keep_nan(y[i][e], -kPairNats * kLog2E);
+        up[e] = exp2_approx(clamped[e]), down[e] = exp2_approx(-clamped[e]), whole_up[e] = exp2_approx(from_start[e]);
         y[i][e] = k[e] * exp2_approx(to_end[e]);
       }
       auto packed = [](const float (&x)[4], const float (&by)[4], float sign) {
@@ -159,31 +159,30 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
       };
       auto store = [&](uint32_t at, float2 x) { store_shared2(at, x.x, x.y); };
       const uint32_t at = four(stage::kKeyQueryPanel, i);
-      store(columns + four(kPanel, i), packed(k, down, 1.f));
-      store(rows + at, packed(k, up, -1.f));
-      store(rows + at + stage::kQueryRows, packed(q, up, 1.f));
       const float2 kd = packed(k, whole_up, -1.f), qd = packed(q, whole_up, 1.f);
       packet.two(whole + at, kd.x, kd.y);
       packet.two(whole + at + stage::kQueryRows, qd.x, qd.y);
+      store(columns + four(kPanel, i), packed(k, down, 1.f));
+      store(rows + at, packed(k, up, -1.f));
+      store(rows + at + stage::kQueryRows, packed(q, up, 1.f));
     }
   }
   sync_warp();
 
   // Rows 8 w ... of L and M, in tiles of eight columns: [0..1] of -L / beta, [2..3] of M.
-  // {k, q} x {channels 0-7, 8-15}, and columns of channels {0-7, 8-15, 16-23, 24-31}
   lane = int(opaque(c.lane));
-  const int g = lane >> 2, t = lane & 3;
-  const uint32_t row_quad = ((lane >> 3) & 1) * stage::kQueryRows + panel_unit(lane & 7, lane >> 4), column_quad = panel_unit(lane & 7, lane >> 3);
-  auto fetch_rows = [&](uint32_t (&to)[4][4], int half) {
+  auto fetch_rows = [&](uint32_t (&to)[4][4], int half) {  // {k, q} x {channels 0-7, 8-15}
+    const uint32_t quad = ((lane >> 3) & 1) * stage::kQueryRows + panel_unit(lane & 7, lane >> 4);
 #pragma unroll
-    for (int s = 0; s < 4; ++s) load_tiles(to[s], memory + kKeyQuery + w * 1024 + half * stage::kKeyQueryPanel + (row_quad ^ (s << 5)));
+    for (int s = 0; s < 4; ++s) load_tiles(to[s], memory + kKeyQuery + w * 1024 + half * stage::kKeyQueryPanel + (quad ^ (s << 5)));
   };
-  auto fetch_columns = [&](uint32_t (&to)[2][4], Place place, int half) {
+  auto fetch_columns = [&](uint32_t (&to)[2][4], Place place, int half) {  // channels {0-7, 8-15, 16-23, 24-31}
+    const uint32_t quad = panel_unit(lane & 7, lane >> 3);
 #pragma unroll
-    for (int s = 0; s < 2; ++s) load_tiles(to[s], memory + place.at + half * place.panel + (column_quad ^ (s << 6)));
+    for (int s = 0; s < 2; ++s) load_tiles(to[s], memory + place.at + half * place.panel + (quad ^ (s << 6)));
   };
   auto clear = [](float (&x)[4]) { x[0] = x[1] = x[2] = x[3] = 0.f; };
-  const float2 token = load_shared2(factors + g * 16 + 8);  // M's diagonal, beta
+  const float2 token = load_shared2(factors + (lane >> 2) * 16 + 8);  // M's diagonal, beta
   float own_l[2];
   uint32_t own_m;
   {
@@ -200,7 +199,7 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
     // Above the diagonal exponents may have overflowed: selected away, never multiplied.
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int column = 2 * t + e;
+      const int column = 2 * (lane & 3) + e, g = lane >> 2;
       own_l[e] = column < g ? (x[0][e] + x[1][e]) * token.y : 0.f;
       m[e] = column < g ? x[0][2 + e] + x[1][2 + e] : column == g ? token.x : 0.f;
     }
@@ -268,7 +267,7 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
   else if (w == 1) others(std::integral_constant<int, 1>());
   else if (w == 2) others(std::integral_constant<int, 2>());
   else others(std::integral_constant<int, 3>());
-  if (t == 0) packet.word(stage::kBeta + (w * 8 + g) * 4, bits(token.y));
+  if ((lane & 3) == 0) packet.word(stage::kBeta + (w * 8 + (lane >> 2)) * 4, bits(token.y));
   return finish(c, packet, memory + kTiles, turn, lane, rows_used);
 }
 

@@ -49,7 +49,7 @@ KDA_DEVICE void produce(const PrefillArgs& a, const TensorMaps& maps, const Prep
     if (Prepare::run(
             c, tokens() - chunk * kChunk, beta, turn, [&] { return acquire(chunk_of()); }, [&] { copy(chunk_of() + p.step, turn + 1); }))
       publish(chunk_of());
-    raw_beta = fetch_beta(chunk_of() + p.step);
+    raw_beta = fetch_beta(p.first + (int(opaque(turn)) + 1) * p.step);
   }
 }
 
