@@ -124,8 +124,8 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
         });
   } else {
     if constexpr (L::kConsumerRegisters > L::kShare) take_registers<L::kConsumerRegisters>();
-    const int value_row = (rank * L::kConsumers * 4 + warp) * 16;
-    auto* o = static_cast<uint16_t*>(a.o) + first_row(a, task, a.HV, task.head, kHeadDim) + value_row;
+    auto value_row = [&] { return ((kRanks == 1 ? 0 : int(cluster_rank())) * L::kConsumers * 4 + warp) * 16; };  // not kept through the recurrence
+    auto* o = static_cast<uint16_t*>(a.o) + first_row(a, task, a.HV, task.head, kHeadDim) + value_row();
     const int64_t values = static_cast<const char*>(a.v) - static_cast<const char*>(a.o);
     const RecurrenceContext context = {base, warp, lane, o, values, int(a.HV) * kHeadDim, task.tokens};
     auto state = [&](const void* p, DType dtype) {
@@ -133,10 +133,10 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
     };
     if (task.tokens > 0) {
       State st;
-      load_state(st, state(a.initial_state, a.state_in_dtype), a.state_in_dtype, a.state_v_first, value_row, lane);
+      load_state(st, state(a.initial_state, a.state_in_dtype), a.state_in_dtype, a.state_v_first, value_row(), lane);
       recur<Engine, L>(context, st);
       if (a.final_state)
-        store_state(st, const_cast<char*>(state(a.final_state, a.state_out_dtype)), a.state_out_dtype, a.state_v_first, value_row, lane);
+        store_state(st, const_cast<char*>(state(a.final_state, a.state_out_dtype)), a.state_out_dtype, a.state_v_first, value_row(), lane);
     } else if (a.final_state) {
       copy_state(state(a.initial_state, a.state_in_dtype), a.state_in_dtype, const_cast<char*>(state(a.final_state, a.state_out_dtype)),
                  a.state_out_dtype, rank * L::kConsumerThreads + thread, kRanks * L::kConsumerThreads);
