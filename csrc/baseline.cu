@@ -4,7 +4,7 @@
 //   M64    a pair of CTAs, 64 value rows each: CTA r prepares chunks r, r + 2, r + 4, ... for both
 //
 //   first warps      K2: a warpgroup for 64 value rows; the state stays in its registers from the first token to the last
-//   the others       K1: groups of four warps (bounded gates) or two (unbounded); the groups of a CTA take its chunks in turn
+//   the others       K1: groups of four warps; the groups of a CTA take its chunks in turn
 //
 //   stage ring       chunk c lives in stage c mod kStages, in every CTA:
 //                      K1: wait free -> write the packet -> full; in a pair also copied to the peer's stage, whose full it completes
@@ -82,7 +82,7 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
   const int rank = kRanks == 1 ? 0 : int(uniform(cluster_rank()));
   const Task task = find_task(a, blockIdx.x / kRanks, base + L::kFound);
 
-  const GateConstants gate = gate_constants<kBounded>(
+  const GateConstants gate = gate_constants(
       a.gate, a.a_log ? a.a_log[(a.gate_rows > 1 ? task.row : 0) * a.HV + task.head] : 0.f, a.lower_bound);
   if (thread < kHeadDim) {
     const float dt = a.dt_bias ? a.dt_bias[((a.gate_rows > 1 ? task.row : 0) * a.HV + task.head) * kHeadDim + thread] : 0.f;

@@ -121,7 +121,7 @@ __global__ void __cluster_dims__(R::kRanks, 1, 1) __launch_bounds__(Cluster<R, k
     return Ring{reinterpret_cast<char*>(first) + int(opaque(blockIdx.x)) / L::kRanks * L::kWorkspace};
   };
 
-  const GateConstants gate = gate_constants<kBounded>(
+  const GateConstants gate = gate_constants(
       a.gate, a.a_log ? a.a_log[(a.gate_rows > 1 ? task.row : 0) * a.HV + task.head] : 0.f, a.lower_bound);
   if (rank == 0 && thread < Box::kSlots) *ring().flag(thread) = 0;
   if (thread < kHeadDim) {

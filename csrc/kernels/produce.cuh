@@ -43,7 +43,7 @@ KDA_DEVICE void produce(const PrefillArgs& a, const TensorMaps& maps, const Prep
       barrier_wait(p.raw_barrier, turn & 1);
     } else {
       sync_group(c.barrier, kThreads);  // nobody reads the previous rows any more
-      load_rows<Prepare>(a, p.rows, Prepare::buffer(c.memory, turn), chunk, tokens(), c.warp * 32 + c.lane);
+      load_rows<Prepare>(a, p.rows, Prepare::buffer(c.memory, turn), chunk, tokens(), c.warp * 32 + int(opaque(c.lane)));
       copies_wait_all();
       sync_group(c.barrier, kThreads);
     }
@@ -51,7 +51,7 @@ KDA_DEVICE void produce(const PrefillArgs& a, const TensorMaps& maps, const Prep
             c, tokens() - chunk * kChunk, beta, turn, [&] { return acquire(chunk_of(), turn); }, [&] { copy(chunk_of() + p.step, turn + 1); },
             [&] { all_but_a(chunk_of()); }))
       publish(chunk_of(), turn);
-    raw_beta = fetch_beta(chunk_of() + p.step);
+    raw_beta = fetch_beta(p.first + (int(opaque(turn)) + 1) * p.step);
   }
 }
 
