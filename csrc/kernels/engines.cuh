@@ -22,7 +22,7 @@ struct WarpgroupEngine {
   static constexpr uint32_t kSwizzle128 = 1u << 30, kSwizzle64 = 2u << 30;
   static constexpr uint32_t kKMajor = 1u << 16, kKrPanels = uint32_t(kPanel >> 4) << 16;
   static KDA_DEVICE uint64_t descriptor(uint32_t base, uint32_t offset, uint32_t low, uint32_t high) {
-    return join((base >> 4) + (low + (offset >> 4)), high);
+    return uint64_t(high) << 32 | ((base >> 4) + (low + (offset >> 4)));
   }
 
   static KDA_DEVICE void begin() { wgmma_fence(); }

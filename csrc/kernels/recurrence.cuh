@@ -126,6 +126,7 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
     const uint32_t wrap = slot + 1 == Pipe::kStages;
     const uint32_t next_slot = wrap ? 0 : slot + 1;
     const uint32_t next = more ? c.shared + next_slot * Pipe::kStageBytes : stage;
+    const uint32_t here = uniform(stage);  // in a uniform register, where the products' descriptors are formed; they do not live across a wait
 
     float2 beta[4];  // of this lane's columns of p
 #pragma unroll
@@ -137,36 +138,37 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
     pin(o);
     pin(u);
     Engine::begin();
-    Engine::square(u, r_operand, stage, stage::kA, false, lane);
+    Engine::square(u, r_operand, here, stage::kA, false, lane);
     Engine::commit();
 #pragma unroll
-    for (int k = 0; k < 8; ++k) Engine::rows(o, rounded[k], stage, stage::kQueryRows, k, k > 0, lane);
+    for (int k = 0; k < 8; ++k) Engine::rows(o, rounded[k], here, stage::kQueryRows, k, k > 0, lane);
     Engine::commit();
     copies_wait<Pipe::kStages - 3>();
     sync_warp();
     fetch_values(next_slot);
     if (more) barrier_wait(c.shared + Pipe::kFull + 8 * next_slot, parity ^ wrap);
+    const uint32_t still = uniform(stage), ahead = uniform(next);
     Engine::template wait<1>();
     pin(u);
     round16(u_operand, u);
 
     pin(st);
     Engine::begin();
-    Engine::outer(st, u_operand, stage, 0, lane);
+    Engine::outer(st, u_operand, still, 0, lane);
     Engine::commit();
-    Engine::outer(st + 32, u_operand, stage, 1, lane);
+    Engine::outer(st + 32, u_operand, still, 1, lane);
     Engine::commit();
-    Engine::square(o, u_operand, stage, stage::kM, true, lane);
+    Engine::square(o, u_operand, still, stage::kM, true, lane);
     Engine::commit();
     start_p();
     Engine::template wait<2>();
     pin<32>(st);
     round_state(0, 4);
-    issue_p(next, 0, 4);
+    issue_p(ahead, 0, 4);
     Engine::template wait<2>();
     pin<32>(st + 32);
     round_state(4, 8);
-    issue_p(next, 4, 8);
+    issue_p(ahead, 4, 8);
     Engine::template wait<2>();
     pin(o);
 
