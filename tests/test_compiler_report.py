@@ -48,6 +48,28 @@ def test_no_kernel_spills(compiled: tuple[Path, str]) -> None:
     assert all(int(stores) <= 32 for _, stores, _ in spilled.values()), spilled
 
 
+def test_decode_does_not_spill(tmp_path: Path) -> None:
+    nvcc = find_tool("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    command = [
+        nvcc,
+        "-std=c++17",
+        "-O3",
+        "-arch=sm_90a",
+        "-Xptxas=-v",
+        "-cubin",
+        "-o",
+        str(tmp_path / "decode"),
+    ]
+    command.append(str(ROOT / "csrc/decode.cu"))
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    report = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    found = re.findall(report, result.stdout + result.stderr)
+    assert found == [("0", "0", "0")] * 8  # two layouts, two dtypes, two widths
+
+
 def test_no_product_is_serialised(compiled: tuple[Path, str]) -> None:
     remarks = [line for line in compiled[1].splitlines() if re.search(r"\(C7\d{3}\)|[Ss]erializ", line)]
     assert remarks == []
