@@ -363,7 +363,8 @@ def test_the_decode_handler_decodes_everything(recorder: ctypes.CDLL) -> None:
     wanted = {
         "B": 2, "T": 5, "H": 1, "HV": 2, "P": 7, "R": 2,
         "g_dtype": 1, "beta_dtype": 0, "state_dtype": 1,
-        "gate": 2, "beta": 1, "l2norm": 1, "state_v_first": 0, "scale": 0.25, "lower_bound": -5, "columns": 0, "A_log": 1, "dt_bias": 1, "state_indices": 1,
+        "gate": 2, "beta": 1, "l2norm": 1, "state_v_first": 0, "scale": 0.25, "lower_bound": -5,
+        "columns": 0, "A_log": 1, "dt_bias": 1, "state_indices": 1,
     }  # fmt: skip
     assert json.loads(recorder.last_call()) == wanted
     dense = ((2, 1, 2, 128, 128), F32)
