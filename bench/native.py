@@ -64,7 +64,10 @@ def cache_folder() -> Path:
 
 
 def build(tool: str = "driver", cache: Path | None = None) -> Path:
-    """The path of "driver", "decode_driver" or "library.so"; only what changed since the last time is compiled."""
+    """The path of a tool; only what changed since the last time is compiled.
+
+    tool: "driver", "decode_driver" or "library.so".
+    """
     nvcc, arch = find_nvcc(), architecture()
     cache = cache or cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
