@@ -44,10 +44,10 @@ template <bool kVFirst, class T, int kColumns> struct Decode {
   static constexpr uint32_t kBytes = kRead + kTokens * kParts * kColumns * 4;
 };
 
-KDA_DEVICE float widen(const void* from, int64_t i, DType type) {
-  return type == DType::kF32 ? static_cast<const float*>(from)[i] : __bfloat162float(static_cast<const __nv_bfloat16*>(from)[i]);
+// One element as it lies; bf16 in the lower half.
+KDA_DEVICE uint32_t load_one(const void* from, int64_t i, bool f32) {
+  return f32 ? static_cast<const uint32_t*>(from)[i] : static_cast<const uint16_t*>(from)[i];
 }
-
 // Four channels from channel i on (a multiple of 4), as they lie; bf16 in the first two words.
 KDA_DEVICE uint4 load_four(const void* from, int64_t i, bool f32) {
   if (f32) return *reinterpret_cast<const uint4*>(static_cast<const float*>(from) + i);
@@ -130,9 +130,10 @@ __global__ void __launch_bounds__(Decode<kVFirst, T, kColumns>::kThreads, 640 / 
   const uint32_t base = shared_address(shared);
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, tokens = int(a.T);
   constexpr int kSlices = kDim / kColumns;
-  const int64_t task = uint32_t(blockIdx.x) / kSlices, n = task / a.HV;
+  // 32-bit divisions: nothing starts before they are done.
+  const uint32_t task = uint32_t(blockIdx.x) / kSlices, heads = uint32_t(a.HV), sequence = task / heads, head_index = task - sequence * heads;
+  const int64_t n = sequence, head = head_index, key_head = head_index / (heads / uint32_t(a.H));
   const int column = int(uint32_t(blockIdx.x) % kSlices) * kColumns;
-  const int64_t head = task - n * a.HV, key_head = head / (a.HV / a.H);
   auto* o = static_cast<__nv_bfloat16*>(a.o) + (n * a.T * a.HV + head) * kDim + column;
 
   const int64_t place = a.state_indices ? int64_t(a.state_indices[n]) : n;
@@ -150,18 +151,12 @@ __global__ void __launch_bounds__(Decode<kVFirst, T, kColumns>::kThreads, 640 / 
 #pragma unroll
   for (int i = 0; i < L::kAccesses; ++i) raw[i] = *reinterpret_cast<const uint4*>(state + i * kDim);
 
+  // All loads of the first turn before anything waits for one of them.
   const int64_t first = n * a.T, gate_head = (a.gate_rows > 1 ? n : 0) * a.HV + head;
-  for (int i = thread; i < tokens * kColumns; i += L::kThreads)
-    store_shared(base + L::kV + i * 4, widen(a.v, ((first + i / kColumns) * a.HV + head) * kDim + column + i % kColumns, DType::kBF16));
-  if (thread < tokens) store_shared(base + L::kBeta + thread * 4, strength_of(widen(a.beta, (first + thread) * a.HV + head, a.beta_dtype), a.beta_mode));
-  const float rate = a.a_log ? expf(a.a_log[gate_head]) : 1.f;
-  float4 bias = {0.f, 0.f, 0.f, 0.f};
-  if (a.dt_bias) bias = *reinterpret_cast<const float4*>(a.dt_bias + gate_head * kDim + 4 * lane);
+  const bool gates_f32 = a.g_dtype == DType::kF32, beta_f32 = a.beta_dtype == DType::kF32;
   // Row j of q, k, g (q, k, g of token 0, of token 1, ...) goes to warp j % kWarps, four channels a lane.
-  const bool gates_f32 = a.g_dtype == DType::kF32;
-#pragma unroll 1
-  for (int next = warp; next < 3 * tokens; next += L::kAhead * L::kWarps) {
-    uint4 rows[L::kAhead];
+  uint4 rows[L::kAhead];
+  auto load_rows = [&](int next) {
 #pragma unroll
     for (int i = 0; i < L::kAhead; ++i) {
       const int job = next + i * L::kWarps, token = job / 3, kind = job % 3;
@@ -169,6 +164,24 @@ __global__ void __launch_bounds__(Decode<kVFirst, T, kColumns>::kThreads, 640 / 
       if (kind == 2) rows[i] = load_four(a.g, ((first + token) * a.HV + head) * kDim + 4 * lane, gates_f32);
       else rows[i] = load_four(kind == 0 ? a.q : a.k, ((first + token) * a.H + key_head) * kDim + 4 * lane, false);
     }
+  };
+  load_rows(warp);
+  uint32_t raw_v[2] = {}, raw_beta = 0;
+  static_assert(kTokens * kColumns == 2 * L::kThreads);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = (thread + i * L::kThreads) / kColumns;
+    if (token < tokens) raw_v[i] = static_cast<const uint16_t*>(a.v)[((first + token) * a.HV + head) * kDim + column + thread % kColumns];
+  }
+  if (thread < tokens) raw_beta = load_one(a.beta, (first + thread) * a.HV + head, beta_f32);
+  const float a_log = a.a_log ? a.a_log[gate_head] : 0.f;
+  float4 bias = {0.f, 0.f, 0.f, 0.f};
+  if (a.dt_bias) bias = *reinterpret_cast<const float4*>(a.dt_bias + gate_head * kDim + 4 * lane);
+
+  const float rate = expf(a_log);
+#pragma unroll 1
+  for (int next = warp; next < 3 * tokens; next += L::kAhead * L::kWarps) {
+    if (next != warp) load_rows(next);
 #pragma unroll
     for (int i = 0; i < L::kAhead; ++i) {
       const int job = next + i * L::kWarps, token = job / 3, kind = job % 3;
@@ -183,6 +196,10 @@ __global__ void __launch_bounds__(Decode<kVFirst, T, kColumns>::kThreads, 640 / 
       store_shared4(base + (kind == 0 ? L::kQ : kind == 1 ? L::kK : L::kDecay) + (token * kDim + 4 * lane) * 4, x);
     }
   }
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    if (thread + i * L::kThreads < tokens * kColumns) store_shared(base + L::kV + (thread + i * L::kThreads) * 4, low_bf16(raw_v[i]));
+  if (thread < tokens) store_shared(base + L::kBeta + thread * 4, strength_of(beta_f32 ? from_bits(raw_beta) : low_bf16(raw_beta), a.beta_mode));
 
   float S[L::kKeys][L::kValues];
 #pragma unroll

@@ -85,8 +85,8 @@ def empty_cache(sizes: Sizes, slots: int, dtype: Any) -> Cache:
     return Cache(inputs, jnp.zeros((slots, sizes.heads, sizes.channels, sizes.channels)))
 
 
-# ---- the model. How to convolve and how to attend, in which prefill, decode and the reference differ, is handed
-# in.
+# ---- the model. How to convolve and how to attend is handed in: prefill, decode and the reference differ in
+# that alone.
 
 
 def model(
