@@ -106,5 +106,11 @@ def test_a_planted_mistake_is_seen(program: Path, fault: str) -> None:
     assert re.search(message, result.stdout), result.stdout
 
 
+def test_decode_needs_its_warp_barriers(program: Path) -> None:
+    result = run(program, "decode", "--fault", "warp-barrier-open")
+    assert result.returncode == 1, f"passed, or crashed: {result.returncode}"
+    assert re.search("race|nobody wrote", result.stdout), result.stdout
+
+
 def test_every_mistake_has_a_test(program: Path) -> None:
     assert {"none", *FAULTS} == set(run(program, "--faults").stdout.split())
