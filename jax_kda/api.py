@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from . import contract, ffi, partitioning, routing
+from . import contract, ffi, partitioning, pools, routing
 from .contract import GateMode, Options
+from .decode import decode
 from .primitive import prefill
 
 __all__ = ["explain_route", "export_checks", "kda_decode", "kda_prefill"]
@@ -36,6 +38,7 @@ def kda_prefill(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
+    state_indices: ArrayLike | None = None,
     route: str = "auto",
 ) -> tuple[jax.Array, jax.Array | None]:
     r"""Kimi Delta Attention over whole sequences: the gated delta rule with a decay per key channel.
@@ -74,6 +77,11 @@ def kda_prefill(
         safe_gate, lower_bound: see `use_gate_in_kernel`; log decays are then within `[lower_bound, 0]`.
         use_beta_sigmoid_in_kernel: beta goes through a sigmoid, doubled with `allow_neg_eigval`.
         state_v_first: states are `[N, HV, V, K]`, in and out.
+        state_indices: `[N]` int32 (int64 is cast), on a device or not. `initial_state` is then a pool
+            `[P, HV, K, V]`: sequence n starts from `pool[state_indices[n]]`, and the updated pool is returned
+            in the final state's place (donate it, and it is updated where it lies). An index outside `[0, P)`
+            is a padding slot: zeros for outputs, no state read or written. Two equal indices are a mistake
+            that is not looked for.
         route: "auto", or a name of `jax_kda.Route` to force; an error says why where it cannot run.
 
     Returns:
@@ -104,9 +112,12 @@ def kda_prefill(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
+        state_indices=state_indices,
         route=routing.route_name(route),
     )
-    return _prefill(problem.options, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    return _prefill(
+        problem.options, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, state_indices
+    )
 
 
 def kda_decode(
@@ -127,36 +138,43 @@ def kda_decode(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
+    state_indices: ArrayLike | None = None,
     route: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """The next 1 to 8 tokens of B sequences, for the serving loop: state in, state out.
 
     Arguments and results are those of `kda_prefill` with `T` from 1 to 8, `initial_state` `[B, HV, K, V]`
-    required and the new state always returned. It takes the prefill's routes for now: there is no kernel of
-    its own yet.
+    required and the new state always returned, in its dtype. On NVIDIA GPUs a kernel of its own reads and
+    writes each state once, where it lies if `initial_state` is donated (`jax.jit(..., donate_argnums=...)`,
+    or the carry of a loop); elsewhere, and with `route="xla"`, the tokens go one after the other in plain
+    JAX.
+
+    Args:
+        state_indices: `[B]` int32: `initial_state` is then a pool `[P, HV, K, V]`, and the updated pool is
+            returned; see `kda_prefill`. States that no index names are not touched.
+        route: "auto", "xla", or a route of `kda_prefill` to take its kernels instead.
     """
     contract.check_decode(q, initial_state)
-    o, state = kda_prefill(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        safe_gate=safe_gate,
-        lower_bound=lower_bound,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        route=route,
-    )
-    assert state is not None  # kda_prefill returns it by default
-    return o, state
+    arguments: dict[str, Any] = {
+        "scale": scale,
+        "initial_state": initial_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "use_gate_in_kernel": use_gate_in_kernel,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "safe_gate": safe_gate,
+        "lower_bound": lower_bound,
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval,
+        "state_v_first": state_v_first,
+        "state_indices": state_indices,
+    }
+    if routing.route_name(route) not in ("auto", routing.Route.XLA):
+        o, state = kda_prefill(q, k, v, g, beta, **arguments, route=route)
+        assert state is not None  # kda_prefill returns it by default
+        return o, state
+    problem = contract.check(q, k, v, g, beta, **arguments, route=routing.route_name(route))
+    return _decode(problem.options, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices)
 
 
 def explain_route(
@@ -187,7 +205,7 @@ def export_checks() -> list[Any]:
     """
     from jax import export  # imported late: most programs never export
 
-    return [export.DisabledSafetyCheck.custom_call(ffi.PREFILL_TARGET)]
+    return [export.DisabledSafetyCheck.custom_call(name) for name in (ffi.PREFILL_TARGET, ffi.DECODE_TARGET)]
 
 
 def _typed(x: Any) -> jax.ShapeDtypeStruct:
@@ -221,18 +239,63 @@ def _prefill(
     dt_bias: jax.Array | None,
     initial_state: jax.Array | None,
     cu_seqlens: jax.Array | None,
+    state_indices: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """From the public shapes to the primitive's and back. Under jit: an eager call is one cached dispatch."""
-    heads, key_size = v.shape[2], q.shape[3]
     single = 0 if options.packed else 1  # of the states' [B, N, ...]: one packed row, or one sequence a row
+    alone = replace(options, pooled=False)
+    operands = _tokens_and_gate(options, q, k, v, g, beta, A_log, dt_bias)
+    offsets = [] if cu_seqlens is None else [cu_seqlens.astype(jnp.int32)[None]]
+
+    def call(initial_state: jax.Array | None) -> Any:
+        states = [] if initial_state is None else [jnp.expand_dims(initial_state, single)]
+        o, *state = prefill(alone, [*operands, *states, *offsets])
+        return o, jnp.squeeze(state[0], single) if state else None
+
+    if state_indices is None:
+        return call(initial_state)
+    assert initial_state is not None  # the contract: a pool
+    indices = state_indices.astype(jnp.int32)
+    return pools.through_pool(call, initial_state, indices, offsets[0][0] if offsets else None)
+
+
+@functools.partial(jax.jit, static_argnums=(0,), inline=True)
+def _decode(
+    options: Options,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    A_log: jax.Array | None,
+    dt_bias: jax.Array | None,
+    initial_state: jax.Array,
+    state_indices: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The same for decode."""
+    operands = _tokens_and_gate(options, q, k, v, g, beta, A_log, dt_bias)
+    if state_indices is not None:
+        o, pool = decode(options, [*operands, initial_state, state_indices.astype(jnp.int32)])
+        return o, pool
+    o, state = decode(options, [*operands, jnp.expand_dims(initial_state, 1)])
+    return o, jnp.squeeze(state, 1)
+
+
+def _tokens_and_gate(
+    options: Options,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    A_log: jax.Array | None,
+    dt_bias: jax.Array | None,
+) -> list[jax.Array]:
+    """The primitives' operands up to the state."""
+    heads, key_size = v.shape[2], q.shape[3]
     operands = [q, k, v, g, beta]
     if options.gate != GateMode.LOG:
         operands.append(jnp.zeros((1, heads), jnp.float32) if A_log is None else A_log[None])
         if dt_bias is not None:
             operands.append(dt_bias.reshape(1, heads, key_size))
-    if initial_state is not None:
-        operands.append(jnp.expand_dims(initial_state, single))
-    if cu_seqlens is not None:
-        operands.append(cu_seqlens.astype(jnp.int32)[None])
-    o, *state = prefill(options, operands)
-    return o, jnp.squeeze(state[0], single) if state else None
+    return operands
