@@ -23,7 +23,6 @@
 import functools
 import io
 import os
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -139,21 +138,18 @@ show(tables.accuracy(tests))
 
 # %%
 folder = records.FOLDER
-if MODE == "measure":
-    folder = Path(tempfile.mkdtemp())
-    shutil.copytree(records.FOLDER, folder, dirs_exist_ok=True)
-if MODE == "quick":
-    print("quick: nothing is timed here, the rows are those in bench/results")
-elif why := wall.unavailable():
-    print(f"nothing is timed: {why}")
+if why := "this is the quick mode" if MODE == "quick" else wall.unavailable():
+    print(f"nothing is timed here, since {why}: the rows are those in bench/results")
 else:
+    if MODE == "measure":
+        folder = Path(tempfile.mkdtemp())
     routes = ["auto", *(r.value for r in jax_kda.Route if r is not jax_kda.Route.XLA)]
     prefill.main(["--routes", ",".join(routes), "--out", str(folder / records.PREFILL)])
     peers.main(["--out", str(folder / records.PEERS)])
 
 ours = records.load(records.PREFILL, folder)
 beside = records.load(records.PEERS, folder)
-steps = records.load(records.DECODE, folder)
+steps = records.load(records.DECODE)
 for name, found in ((records.PREFILL, ours), (records.PEERS, beside), (records.DECODE, steps)):
     print(f"{name}: {len(found)} rows. {records.provenance(found) if found else records.missing(name)}")
 

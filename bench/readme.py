@@ -119,6 +119,21 @@ def _accuracy(folder: Path) -> str:
     return f"{table}\n\n{_wrap(source)}"
 
 
+def _formats(folder: Path) -> str:
+    if not (record := records.number_formats(folder)):
+        return f"No rows yet in bench/results/{records.FORMATS}; `python -m bench.number_formats` writes it."
+    by_form: dict[str, dict[str, str]] = {}
+    for row in record["rows"]:
+        pair = f"{1e3 * row['err_o']:.1f} / {1e3 * row['err_state']:.1f}"
+        by_form.setdefault(row["operands"], {})[row["gates"]] = pair
+    gates = list(dict.fromkeys(row["gates"] for row in record["rows"]))
+    lines = [[form, *(cells.get(name, "") for name in gates)] for form, cells in by_form.items()]
+    table = tables.markdown(["operands", *gates], lines)
+    return (
+        f"{table}\n\nRows: `bench/results/{records.FORMATS}`, by `python -m bench.number_formats`, on a CPU."
+    )
+
+
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "figure": _figure,
     "prefill": _prefill,
@@ -127,6 +142,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "decode": _decode,
     "routes": _routes,
     "accuracy": _accuracy,
+    "formats": _formats,
 }
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "is_stale",
     "load",
     "missing",
+    "number_formats",
     "provenance",
     "published",
     "routes",
@@ -40,7 +41,7 @@ __all__ = [
 
 FOLDER = ROOT / "bench" / "results"
 PREFILL, PEERS, DECODE = "h200-prefill.json", "h200-peers.json", "h200-decode.json"
-GPU_TESTS, PUBLISHED = "gpu-tests.json", "published.json"
+GPU_TESTS, PUBLISHED, FORMATS = "gpu-tests.json", "published.json", "number-formats.json"
 
 _MADE_BY = {PREFILL: "python -m bench.prefill", PEERS: "python -m bench.peers"}
 
@@ -59,13 +60,21 @@ def missing(name: str) -> str:
 
 def gpu_tests(folder: Path = FOLDER) -> dict[str, Any]:
     """The record of the tests that ran on a GPU; empty where there is none."""
-    path = folder / GPU_TESTS
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return _read(folder / GPU_TESTS)
+
+
+def number_formats(folder: Path = FOLDER) -> dict[str, Any]:
+    """What bench.number_formats found; empty where it has not run."""
+    return _read(folder / FORMATS)
 
 
 def published(folder: Path = FOLDER) -> dict[str, Any]:
     """Figures that others published, with where they stand."""
-    return json.loads((folder / PUBLISHED).read_text())
+    return _read(folder / PUBLISHED)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def unique(found: Iterable[Row]) -> list[Row]:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import fake_rows
 
-from bench import figures, notebook, readme, records, rows, tables
+from bench import figures, notebook, number_formats, readme, records, rows, tables
 from jax_kda import regions
 
 README = readme.README.read_text()
@@ -124,6 +124,18 @@ def test_the_accuracy_in_the_readme_is_what_the_gpu_tests_found() -> None:
     assert count >= 10
 
 
+@pytest.mark.parametrize("form", number_formats.FORMATS)
+def test_the_number_formats_in_the_readme_are_what_the_model_finds(form: str) -> None:
+    head, lines = cells(block("formats"))
+    assert [line[0] for line in lines] == list(number_formats.FORMATS)
+    (line,) = (line for line in lines if line[0] == form)
+    assert head[1:] == list(number_formats.CASES)
+    for case, cell in zip(head[1:], line[1:], strict=True):
+        shown = [float(x) / 1e3 for x in cell.split(" / ")]
+        # Libraries of linear algebra differ in their last digits, and a rounding can follow.
+        assert shown == pytest.approx(number_formats.errors(case, form), rel=0.01, abs=6e-5)
+
+
 def test_no_figure_stands_outside_the_marked_blocks() -> None:
     prose = re.sub(r"<!-- measured: \w+ -->.*?<!-- end -->", "", README, flags=re.DOTALL)
     for unit in (r"TB/s", r"\d (?:us|µs|ms|microseconds)\b", r"\d\.\de-\d"):
@@ -147,7 +159,7 @@ def test_every_kind_of_row_fits_the_readme(fake: Path) -> None:
 
 def test_nothing_measured_yet_is_said(tmp_path: Path) -> None:
     text = readme.rewritten(README, tmp_path)
-    for name in ("figure", "prefill", "peers", "decode", "accuracy", "speedup"):
+    for name in ("figure", "prefill", "peers", "decode", "accuracy", "speedup", "formats"):
         assert "No rows yet" in block(name, text)
 
 
