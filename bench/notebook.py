@@ -29,13 +29,14 @@ __all__ = ["SOURCE", "check", "main"]
 SOURCE = ROOT / "bench" / "bench.py"
 NOTEBOOK = SOURCE.with_suffix(".ipynb")
 MODES = ("quick", "measure", "write")
+DRAWING = ("figures.py", "records.py", "tables.py")
 CELL_SECONDS = 1800
 
 
 def stamp(folder: Path = records.FOLDER) -> str:
-    """The digest of every result file: what the outputs were drawn from."""
+    """The digest of every result file, and of what draws them: what the outputs were made from."""
     sha = hashlib.sha256()
-    for path in sorted(folder.glob("*.json")):
+    for path in (*sorted(folder.glob("*.json")), *(SOURCE.with_name(name) for name in DRAWING)):
         sha.update(path.name.encode() + path.read_bytes())
     return sha.hexdigest()[:16]
 
@@ -49,7 +50,7 @@ def check(notebook: Path = NOTEBOOK) -> str:
     if cells[0] != cells[1]:
         return f"{notebook.name} has other cells than {SOURCE.name}: run python -m bench.notebook"
     if found.metadata.get("jax_kda", {}).get("results") != stamp():
-        return f"{notebook.name} was not drawn from the rows in bench/results: run python -m bench.notebook"
+        return f"{notebook.name} was not drawn from the rows in bench/results, or otherwise: run python -m bench.notebook"
     return ""
 
 

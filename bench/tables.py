@@ -131,23 +131,19 @@ def walls(found: Sequence[Row]) -> tuple[float, float] | None:
 
 def accuracy(tests: dict[str, Any]) -> str:
     """Worst errors of the GPU tests by regime and route, and those at 65,536 tokens. "" where none."""
-    worst = figures.worst_errors(tests, ["dense"])
-    long = long_errors(tests)
+    worst, far = figures.worst_errors(tests, ["dense"]), long_errors(tests)
     if not worst:
         return ""
-    lines = []
-    for regime in regimes.REGIMES:
-        cells = [regime]
-        for route in worst:
-            pair = worst[route].get(regime)
-            cells += [f"{x:.1e}" for x in pair] if pair else ["", ""]
-            far = long.get(route, {}).get(regime)
-            cells += [f"{x:.1e}" for x in far] if far else ["", ""]
-        lines.append([cell.replace("e-0", "e-") for cell in cells])
-    columns = ("o", "final state", "o, 65,536 tokens", "state, 65,536 tokens")
-    several = len(worst) > 1
-    head = [f"`{route}`: {name}" if several else name for route in worst for name in columns]
-    return markdown(["gates", *head], lines)
+    lines = [[name, *(_errors(worst[route].get(name)) for route in worst)] for name in regimes.REGIMES]
+    for name in regimes.REGIMES:
+        cells = [_errors(far.get(route, {}).get(name)) for route in worst]
+        if any(cells):
+            lines.append([f"{name}, 65,536 tokens", *cells])
+    return markdown(["gates", *(f"`{route}`: o / state" for route in worst)], lines)
+
+
+def _errors(pair: tuple[float, float] | None) -> str:
+    return " / ".join(f"{x:.1e}".replace("e-0", "e-") for x in pair) if pair else ""
 
 
 def long_errors(tests: dict[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
