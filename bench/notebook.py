@@ -5,7 +5,7 @@
     --mode write     the same, and the rows in bench/results are written
 
 `--check` runs nothing: it says whether bench.ipynb has the cells of bench.py, and was drawn from the rows
-that are in bench/results now.
+that are in bench/results now, by the code that draws them now.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check(notebook: Path = NOTEBOOK) -> str:
     if cells[0] != cells[1]:
         return f"{notebook.name} has other cells than {SOURCE.name}: run python -m bench.notebook"
     if found.metadata.get("jax_kda", {}).get("results") != stamp():
-        return f"{notebook.name} was not drawn from the rows in bench/results, or otherwise: run python -m bench.notebook"
+        return f"{notebook.name} was not drawn from the rows and as now: run python -m bench.notebook"
     return ""
 
 
