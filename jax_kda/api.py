@@ -75,7 +75,8 @@ def kda_prefill(
         A_log: `[HV]` float32. The safe gate may leave it out (`exp(A_log)` is then 1).
         dt_bias: `[HV, K]` or `[HV * K]` float32, or None.
         safe_gate, lower_bound: see `use_gate_in_kernel`; log decays are then within `[lower_bound, 0]`.
-        use_beta_sigmoid_in_kernel: beta goes through a sigmoid, doubled with `allow_neg_eigval`.
+        use_beta_sigmoid_in_kernel: beta goes through a sigmoid.
+        allow_neg_eigval: that sigmoid is doubled: the state's transition may have negative eigenvalues.
         state_v_first: states are `[N, HV, V, K]`, in and out.
         state_indices: `[N]` int32 (int64 is cast), on a device or not. `initial_state` is then a pool
             `[P, HV, K, V]`: sequence n starts from `pool[state_indices[n]]`, and the updated pool is returned
@@ -90,6 +91,21 @@ def kda_prefill(
 
     Raises:
         ValueError, TypeError: for whatever is wrong and knowable from shapes, dtypes and options.
+
+    Examples:
+        >>> import jax.numpy as jnp, numpy as np, jax_kda
+        >>> q = k = v = jnp.ones((1, 40, 2, 128), jnp.bfloat16)
+        >>> g, beta = jnp.full((1, 40, 2, 128), -0.1), jnp.full((1, 40, 2), 0.5)
+        >>> o, state = jax_kda.kda_prefill(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+        >>> o.shape, o.dtype.name, state.shape, state.dtype.name
+        ((1, 40, 2, 128), 'bfloat16', (1, 2, 128, 128), 'float32')
+
+        Two sequences of 25 and 15 tokens, packed; each has its own state:
+
+        >>> bounds = np.cumsum([0, 25, 15])
+        >>> o, states = jax_kda.kda_prefill(q, k, v, g, beta, cu_seqlens=bounds, use_qk_l2norm_in_kernel=True)
+        >>> o.shape, states.shape
+        ((1, 40, 2, 128), (2, 2, 128, 128))
 
     Kimi Linear: An Expressive, Efficient Attention Architecture, arXiv:2510.26692.
     """
@@ -153,6 +169,24 @@ def kda_decode(
         state_indices: `[B]` int32: `initial_state` is then a pool `[P, HV, K, V]`, and the updated pool is
             returned; see `kda_prefill`. States that no index names are not touched.
         route: "auto", "xla", or a route of `kda_prefill` to take its kernels instead.
+
+    Examples:
+        >>> import jax.numpy as jnp, jax_kda
+        >>> token = jnp.ones((4, 1, 2, 128), jnp.bfloat16)  # the next one of four sequences
+        >>> g, beta = jnp.full((4, 1, 2, 128), -0.1), jnp.full((4, 1, 2), 0.5)
+        >>> state = jnp.zeros((4, 2, 128, 128))
+        >>> o, state = jax_kda.kda_decode(token, token, token, g, beta, initial_state=state)
+        >>> o.shape, state.shape
+        ((4, 1, 2, 128), (4, 2, 128, 128))
+
+        The same step for two of the six states of a pool, with two padding slots:
+
+        >>> pool, places = jnp.zeros((6, 2, 128, 128)), jnp.array([5, -1, 0, -1])
+        >>> o, pool = jax_kda.kda_decode(
+        ...     token, token, token, g, beta, initial_state=pool, state_indices=places
+        ... )
+        >>> pool.shape, [bool((pool[p] != 0).any()) for p in range(6)]
+        ((6, 2, 128, 128), [True, False, False, False, False, True])
     """
     contract.check_decode(q, initial_state)
     arguments: dict[str, Any] = {
@@ -187,9 +221,21 @@ def explain_route(
     `vmap` give the batch it folds into, `[mapped * B, ...]`.
 
     Args:
+        q, k, v, g, beta, route: as `kda_prefill` takes them.
         device: a `jax.Device`, a `jax_kda.routing.Device`, or the name of a platform ("cpu", "cuda": an H200
             where this process has no GPU). By default the device that q is on, else JAX's default device.
         options: the other keyword arguments of `kda_prefill`.
+
+    Raises:
+        ValueError, TypeError: as `kda_prefill`.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, jax_kda
+        >>> x = jax.ShapeDtypeStruct((1, 4096, 8, 128), jnp.bfloat16)
+        >>> beta = jax.ShapeDtypeStruct((1, 4096, 8), jnp.bfloat16)
+        >>> decision = jax_kda.explain_route(x, x, x, x, beta, device="cpu")
+        >>> decision.route.value, decision.reason
+        ('xla', 'it needs a CUDA device, and this call is for cpu')
     """
     problem = contract.check(q, k, v, g, beta, route=routing.route_name(route), **options)
     named = {name: _typed(x) for name, x in (("q", q), ("k", k), ("v", v), ("g", g))}
@@ -197,11 +243,22 @@ def explain_route(
 
 
 def export_checks() -> list[Any]:
-    """What `jax.export` must be told to let the CUDA kernels into an artifact::
-
-        jax.export.export(f, platforms=["cpu", "cuda"], disabled_checks=jax_kda.export_checks())(*args)
+    """What `jax.export` must be told to let the CUDA kernels into an artifact.
 
     The process that runs the artifact needs `import jax_kda` first: kernels are found by versioned names.
+
+    Returns:
+        The value of `disabled_checks` in `jax.export.export`.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, jax_kda
+        >>> from jax import export
+        >>> x = jax.ShapeDtypeStruct((1, 64, 1, 128), jnp.bfloat16)
+        >>> beta = jax.ShapeDtypeStruct((1, 64, 1), jnp.bfloat16)
+        >>> prefill, checks = jax.jit(jax_kda.kda_prefill), jax_kda.export_checks()
+        >>> exported = export.export(prefill, platforms=["cuda"], disabled_checks=checks)(x, x, x, x, beta)
+        >>> exported.platforms
+        ('cuda',)
     """
     from jax import export  # imported late: most programs never export
 

@@ -280,6 +280,20 @@ def check_cu_seqlens(cu_seqlens: Any, T: int | None = None) -> None:
 
     `kda_prefill` calls it for NumPy offsets. A device array is read back to the host here, which is why
     `kda_prefill` never does it by itself: call this where your offsets are made.
+
+    Args:
+        cu_seqlens: `[N + 1]`, an array of any kind.
+        T: the tokens of the row that they cut up; None leaves the last offset unchecked.
+
+    Raises:
+        ValueError, TypeError: for the first offset that is wrong, naming it.
+
+    Examples:
+        >>> import jax_kda
+        >>> jax_kda.check_cu_seqlens([0, 25, 40], T=40)
+        >>> jax_kda.check_cu_seqlens([0, 25, 20])
+        Traceback (most recent call last):
+        ValueError: cu_seqlens: got cu_seqlens[1] = 25 > cu_seqlens[2] = 20; ...
     """
     offsets = np.asarray(cu_seqlens)
     if offsets.ndim != 1 or offsets.shape[0] < 2:

@@ -72,7 +72,17 @@ class Status:
 
 @functools.cache
 def status() -> Status:
-    """What the extension brought, or why it was left alone. Loads and registers it on the first call."""
+    """What the extension brought, or why it was left alone. Loads and registers it on the first call.
+
+    Returns:
+        A `Status`, which prints as a table.
+
+    Examples:
+        >>> import jax_kda
+        >>> status = jax_kda.status()
+        >>> status.cuda == bool(status.targets)
+        True
+    """
     installed = installed_ffi_version()
     try:
         native = importlib.import_module("jax_kda._native")

@@ -40,8 +40,22 @@ def kda_reference(
     same `(o, final_state)`. With `dtype=float64` both come back in float64, so that nothing is rounded away
     before a comparison; else o has v's dtype and the state is float32, or bfloat16 where `initial_state` was.
 
+    Args:
+        q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, state_indices: as `kda_prefill` takes
+            them.
+        dtype: of every operation, float32 or float64.
+        options: the other keyword arguments of `kda_prefill`.
+
     Raises:
-      ValueError, TypeError: as `kda_prefill`; and ValueError for float64 where JAX has it switched off.
+        ValueError, TypeError: as `kda_prefill`; and ValueError for float64 where JAX has it switched off.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, jax_kda
+        >>> x, beta = jnp.ones((1, 9, 1, 16)), jnp.full((1, 9, 1), 0.5)
+        >>> with jax.enable_x64(True):
+        ...     o, state = jax_kda.kda_reference(x / 4, x / 4, x, -x, beta, dtype=jnp.float64)
+        >>> o.dtype.name, state.shape
+        ('float64', (1, 1, 16, 16))
     """
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.float32, jnp.float64):
