@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -72,7 +74,7 @@ def _compiled(*operands: jax.Array, options: Options) -> Any:
 
 
 @kda_prefill_p.def_abstract_eval
-def _abstract(*operands: Any, options: Options) -> tuple[Any, ...]:
+def _abstract(*operands: Any, options: Options, shard: bool = False) -> tuple[Any, ...]:
     problem = Problem.from_operands(options, operands)
     v = operands[2]
     # Made from v's type, results vary over the mesh axes that v varies over: those of all operands, see
@@ -86,7 +88,7 @@ def _abstract(*operands: Any, options: Options) -> tuple[Any, ...]:
     return output, v.update(shape=problem.state_shape, dtype=dtype, weak_type=False, sharding=state_sharding)
 
 
-def _lower(ctx: Any, *operands: Any, options: Options) -> Any:
+def _lower(ctx: Any, *operands: Any, options: Options, shard: bool = False) -> Any:
     platform = (ctx.platforms or ctx.module_context.platforms)[0]
     device = _cuda_device(ctx) if platform == "cuda" else routing.Device(platform, platform.upper())
 
@@ -100,7 +102,28 @@ def _lower(ctx: Any, *operands: Any, options: Options) -> Any:
                 return chunked_prefill(options, *operands)
             return ffi.call_prefill(options, operands, decision)
 
-    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    if shard:
+        _forget_frames(ctx.module_context.module)
+    return results
+
+
+def _forget_frames(module: Any) -> None:
+    """Takes the Python frames out of a program's locations, and leaves the names.
+
+    For the program that the partitioner asks for, one device's share: XLA inlines it into the caller's, but
+    not the table that its frames are numbered by. The numbers then point into the caller's table or past its
+    end, and passes that follow them may never return (seen with jaxlib 0.10.2 and 0.11.2).
+    """
+
+    def forget(operation: Any) -> Any:
+        # loc("add:"("path/add"(frames))) or loc("name"(frames))
+        name = re.match(r'loc\((?:"[^"]*:"\()?"([^"]*)"[()]', str(operation.location))
+        operation.location = ir.Location.name(name[1]) if name else ir.Location.unknown()
+        return ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(forget)
 
 
 mlir.register_lowering(kda_prefill_p, _lower)
