@@ -20,6 +20,7 @@ B, T and N may be symbolic (`jax.export`); the others are plain integers. This m
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import numbers
 from collections.abc import Sequence
@@ -504,7 +505,12 @@ def _number(name: str, value: Any) -> float:
 
 
 def _dtype_name(array: Any) -> str:
-    return str(getattr(array.dtype, "name", array.dtype))
+    return _name_of(array.dtype)
+
+
+@functools.cache  # NumPy makes the name anew each time, which an eager call would pay six times over
+def _name_of(dtype: Any) -> str:
+    return str(getattr(dtype, "name", dtype))
 
 
 def _dtype(name: str, array: Any, allowed: tuple[str, ...]) -> str:

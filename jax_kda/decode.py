@@ -22,7 +22,7 @@ from jax.interpreters import mlir
 
 from . import activations, ffi, pools, routing
 from .contract import GateMode, Options, Problem
-from .primitive import Arrays, Operation, apply, lowering_device
+from .primitive import Arrays, Operation, apply, lower_call, lowering_device
 from .reference import recurrence
 
 __all__ = ["decode", "kda_decode_p", "recurrent_decode"]
@@ -35,7 +35,12 @@ def decode(options: Options, operands: Sequence[jax.Array]) -> Arrays:
 
 def recurrent_decode(options: Options, *operands: jax.Array) -> Arrays:
     """The same in plain JAX, token by token in float32."""
-    named = dict(zip(options.operand_names, operands, strict=True))
+    # Shapes and dtypes are combined in NumPy's way here, however strict the caller is with his own.
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return _recur(options, dict(zip(options.operand_names, operands, strict=True)))
+
+
+def _recur(options: Options, named: dict[str, jax.Array]) -> Arrays:
     v = named["v"]
     A_log = named["A_log"] if options.gate != GateMode.LOG else None
     decays = activations.log_decay(options, named["g"], A_log, named.get("dt_bias"), jnp.float32)
@@ -74,12 +79,12 @@ def _compiled(*operands: jax.Array, options: Options) -> Any:
 
 
 @kda_decode_p.def_abstract_eval
-def _abstract(*operands: Any, options: Options) -> tuple[Any, ...]:
+def _abstract(*operands: Any, options: Options, shard: bool = False) -> tuple[Any, ...]:
     named = dict(zip(options.operand_names, operands, strict=True))
     return named["v"].update(weak_type=False), named[options.state_operand].update(weak_type=False)
 
 
-def _lower(ctx: Any, *operands: Any, options: Options) -> Any:
+def _lower(ctx: Any, *operands: Any, options: Options, shard: bool = False) -> Any:
     device = lowering_device(ctx)
 
     def call(*operands: jax.Array) -> Arrays:
@@ -94,7 +99,7 @@ def _lower(ctx: Any, *operands: Any, options: Options) -> Any:
                 return ffi.call_decode(options, operands)
             return recurrent_decode(options, *operands)
 
-    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    return lower_call(ctx, call, operands, shard)
 
 
 mlir.register_lowering(kda_decode_p, _lower)

@@ -156,13 +156,16 @@ def _partitioned(
 
     def partition(mesh: Mesh, operands: Sequence[Any], _: Any) -> Any:
         mesh, arguments, results = shardings(mesh, operands)
-        return mesh, call, results, arguments
+        return mesh, shard, results, arguments
 
     def infer_sharding_from_operands(mesh: Mesh, operands: Sequence[Any], _: Any) -> Any:
         return shardings(mesh, operands)[2]
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(primitive.bind(*operands, options=options))
+
+    def shard(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(primitive.bind(*operands, options=options, shard=True))
 
     wrapped = custom_partitioning(call)
     rule, factors = _shardy_rule(options, H, HV, per_row_gate)

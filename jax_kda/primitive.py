@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -41,7 +43,7 @@ from . import ffi, partitioning, pools, routing
 from .chunked import chunked_prefill
 from .contract import Options, Problem
 
-__all__ = ["Operation", "apply", "kda_prefill_p", "lowering_device", "prefill"]
+__all__ = ["Operation", "apply", "kda_prefill_p", "lower_call", "lowering_device", "prefill"]
 
 Arrays = tuple[jax.Array, ...]
 
@@ -87,7 +89,7 @@ def _compiled(*operands: jax.Array, options: Options) -> Any:
 
 
 @kda_prefill_p.def_abstract_eval
-def _abstract(*operands: Any, options: Options) -> tuple[Any, ...]:
+def _abstract(*operands: Any, options: Options, shard: bool = False) -> tuple[Any, ...]:
     problem = Problem.from_operands(options, operands)
     v = operands[2]
     # Made from v's type, results vary over the mesh axes that v varies over: those of all operands, see
@@ -101,7 +103,7 @@ def _abstract(*operands: Any, options: Options) -> tuple[Any, ...]:
     return output, v.update(shape=problem.state_shape, dtype=dtype, weak_type=False, sharding=state_sharding)
 
 
-def _lower(ctx: Any, *operands: Any, options: Options) -> Any:
+def _lower(ctx: Any, *operands: Any, options: Options, shard: bool = False) -> Any:
     device = lowering_device(ctx)
 
     def call(*operands: jax.Array) -> Arrays:
@@ -114,11 +116,37 @@ def _lower(ctx: Any, *operands: Any, options: Options) -> Any:
                 return chunked_prefill(options, *operands)
             return ffi.call_prefill(options, operands, decision)
 
-    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    return lower_call(ctx, call, operands, shard)
 
 
 mlir.register_lowering(kda_prefill_p, _lower)
 mlir.register_lowering(kda_prefill_p, _lower, platform="cuda")
+
+
+def lower_call(ctx: Any, call: Callable[..., Arrays], operands: Sequence[Any], shard: bool) -> Any:
+    """Lowers `call(*operands)`; with `shard`, as one device's share, for the partitioner."""
+    results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    if shard:
+        _forget_frames(ctx.module_context.module)
+    return results
+
+
+def _forget_frames(module: Any) -> None:
+    """Takes the Python frames out of a program's locations, and leaves the names.
+
+    For the program that the partitioner asks for, one device's share: XLA inlines it into the caller's, but
+    not the table that its frames are numbered by. The numbers then point into the caller's table or past its
+    end, and passes that follow them may never return (seen with jaxlib 0.10.2 and 0.11.2).
+    """
+
+    def forget(operation: Any) -> Any:
+        # loc("add:"("path/add"(frames))) or loc("name"(frames))
+        name = re.match(r'loc\((?:"[^"]*:"\()?"([^"]*)"[()]', str(operation.location))
+        operation.location = ir.Location.name(name[1]) if name else ir.Location.unknown()
+        return ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(forget)
 
 
 def lowering_device(ctx: Any) -> routing.Device:
@@ -175,7 +203,8 @@ def _batchable(primitive: Primitive, options: Options) -> Callable[..., Arrays]:
     @bind.def_vmap
     def fold(size: int, mapped: Sequence[bool], *operands: jax.Array) -> tuple[Arrays, tuple[bool, ...]]:
         names = options.operand_names
-        batch = operands[0].shape[1 if mapped[0] else 0]
+        rows = {name: x.shape[1 if m else 0] for name, x, m in zip(names, operands, mapped, strict=True)}
+        batch = rows["q"]
         gate = [i for i, name in enumerate(names) if name in ("A_log", "dt_bias")]
         # One gate for all rows stays one gate; otherwise every row gets its own, as the kernels count rows
         # once.
@@ -190,12 +219,12 @@ def _batchable(primitive: Primitive, options: Options) -> Callable[..., Arrays]:
             if i in gate:
                 x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
             if names[i] == "state_indices":
-                pool = names.index("pool")
-                x = pools.in_folded_pool(x, operands[pool].shape[1 if mapped[pool] else 0])
+                x = pools.in_folded_pool(x, rows["pool"])
             return x.reshape(size * x.shape[1], *x.shape[2:])
 
         results = bind(*(into_batch(i) for i in range(len(names))))
-        results = tuple(r.reshape(size, r.shape[0] // size, *r.shape[1:]) for r in results)
+        counts = (rows["pool"] if name == "new_pool" else batch for name in options.result_names)
+        results = tuple(r.reshape(size, n, *r.shape[1:]) for n, r in zip(counts, results, strict=True))
         return results, (True,) * len(results)
 
     return bind

@@ -201,6 +201,15 @@ def test_vmap_of_pools(shared):
     close(got, jax.tree.map(lambda *x: np.stack(x), *(by_hand(c, jax_kda.kda_decode) for c in calls)))
 
 
+def test_vmap_of_pools_over_an_axis_of_no_elements():
+    arguments = pooled((2, -1), gate="safe")
+    names = (*arrays(arguments), "state_indices")
+    rest = {name: x for name, x in arguments.items() if name not in names}
+    none = {name: arguments[name][None][:0] for name in names}
+    o, pools = jit(jax.vmap(lambda x: jax_kda.kda_decode(**x, **rest)))(none)
+    assert (o.shape, pools.shape) == ((0, 2, 3, 4, 4), (0, 5, 4, 8, 4))
+
+
 def test_vmap_without_pools():
     calls = [call(T=2, gate="softplus", seed=seed) for seed in range(2)]
     together = {name: np.stack([c[name] for c in calls]) for name in arrays(calls[0])}
