@@ -22,7 +22,11 @@ ROOT = Path(__file__).resolve().parent.parent
 NATIVE = ROOT / "tests" / "native"
 
 # What each tool is made of, beside the kernels.
-_TOOLS = {"driver": ("driver.cu", ()), "library.so": ("library.cu", ("-shared",))}
+_TOOLS = {
+    "driver": ("driver.cu", ()),
+    "decode_driver": ("decode_driver.cu", ()),
+    "library.so": ("library.cu", ("-shared",)),
+}
 
 
 class DriverError(RuntimeError):
@@ -60,7 +64,10 @@ def cache_folder() -> Path:
 
 
 def build(tool: str = "driver", cache: Path | None = None) -> Path:
-    """The path of "driver" or "library.so"; only what changed since the last time is compiled."""
+    """The path of a tool; only what changed since the last time is compiled.
+
+    tool: "driver", "decode_driver" or "library.so".
+    """
     nvcc, arch = find_nvcc(), architecture()
     cache = cache or cache_folder()
     cache.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from jax_kda import routing
 
-from . import native, prefill, rows
+from . import native, prefill, progress, rows
 from .digest import ROOT
 from .shapes import FOLDED_GATES, HEAD_SIZE, SETS, Case, Shape, cases, floor_us, parse_names
 
@@ -348,7 +348,8 @@ def _time_all(
     for case in ours:
         groups.setdefault((case.shape, case.gates), []).append(case.route)
     total = sum(len(routes) + len(there) for routes in groups.values())
-    with tqdm(total=total, unit="case", leave=False, disable=None) as bar, torch.inference_mode():
+    hidden = progress.disabled()
+    with tqdm(total=total, unit="case", leave=False, disable=hidden) as bar, torch.inference_mode():
         for (shape, gates), routes in groups.items():
             with library.case(Case(shape, gates, "")) as opened:
                 for name in (*routes, *there):

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from jax_kda import contract, routing
 
-from . import native, rows
+from . import native, progress, rows
 from .digest import ROOT, digest
 from .shapes import FOLDED_GATES, GATES, HEAD_SIZE, SETS, Case, Shape, cases, floor_us, parse_names
 
@@ -159,8 +159,7 @@ def _measure(
     """The driver's result of each case, the copy rate, and whether nothing is missing."""
     measured: dict[Case, dict[str, Any]] = {}
     copy_rate, complete = math.nan, True
-    # disable=None: no bar where standard error is not a terminal.
-    with tqdm(total=rounds * len(wanted), unit="case", leave=False, disable=None) as bar:
+    with tqdm(total=rounds * len(wanted), unit="case", leave=False, disable=progress.disabled()) as bar:
         try:
             for said in native.run(driver, wanted, rounds, calls):
                 if "case" not in said:
@@ -191,7 +190,7 @@ def _walls(timed: Sequence[Case]) -> dict[Case, float]:
     possible = [case for case in timed if case.route in names]
     return {
         case: wall.wall_us(case)
-        for case in tqdm(possible, desc="wall times", unit="case", leave=False, disable=None)
+        for case in tqdm(possible, desc="wall times", unit="case", leave=False, disable=progress.disabled())
     }
 
 

@@ -19,6 +19,11 @@
 //   o              [B, T, HV, D]          bf16
 //   final_state    [B, N, HV, D, D]       f32 | bf16    f32[0]
 //   workspace      [bytes]                u8            u8[0]
+//
+// The decode call has no offsets and no workspace. Its state is [B, 1, HV, D, D], or a pool [P, HV, D, D] with one place a sequence:
+//
+//   state          [B, 1, HV, D, D] | [P, HV, D, D]     operand and result, in one buffer
+//   state_indices  [B]                    s32           s32[0]
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -119,14 +124,14 @@ ffi::Error launch_error(cudaError_t status, std::string_view route) {
 
 // The handler's parameters, apart from the stream and the route.
 struct Call {
-  AnyBuffer q, k, v, g, beta, a_log, dt_bias, initial_state, offsets, o, final_state, workspace;
+  AnyBuffer q, k, v, g, beta, a_log, dt_bias, initial_state, offsets, o, final_state;
   float scale, lower_bound;
   int32_t gate, beta_mode;
   bool l2norm, state_v_first;
 };
 
-// Fills args from the call, or says what is wrong with it.
-ffi::Error decode(const Call& call, Route route, PrefillArgs& args) {
+// Fills args from the call, or says what is wrong with it; all but the workspace.
+ffi::Error decode(const Call& call, PrefillArgs& args) {
   Checks checks;
   auto q_dims = call.q.dimensions(), v_dims = call.v.dimensions(), rows = call.offsets.dimensions();
   const bool packed = !is_absent(call.offsets);
@@ -203,7 +208,6 @@ ffi::Error decode(const Call& call, Route route, PrefillArgs& args) {
   args.offsets = packed ? call.offsets.typed_data<int32_t>() : nullptr;
   args.o = call.o.untyped_data();
   args.final_state = is_absent(call.final_state) ? nullptr : call.final_state.untyped_data();
-  args.workspace = call.workspace.untyped_data();
   args.B = B, args.T = T, args.N = N, args.H = H, args.HV = HV, args.gate_rows = R;
   args.g_dtype = launch_dtype(call.g);
   args.beta_dtype = launch_dtype(call.beta);
@@ -215,10 +219,15 @@ ffi::Error decode(const Call& call, Route route, PrefillArgs& args) {
   args.state_v_first = call.state_v_first;
   args.scale = call.scale;
   args.lower_bound = call.lower_bound;
+  return ffi::Error::Success();
+}
 
+ffi::Error take_workspace(const AnyBuffer& workspace, Route route, PrefillArgs& args) {
+  Checks checks;
   const int64_t needed = workspace_bytes(route, args);
-  args.workspace_bytes = call.workspace.element_count();
-  checks.dtype("workspace", call.workspace, {DataType::U8});
+  args.workspace = workspace.untyped_data();
+  args.workspace_bytes = workspace.element_count();
+  checks.dtype("workspace", workspace, {DataType::U8});
   checks.require(args.workspace_bytes >= needed, "workspace has " + std::to_string(args.workspace_bytes) +
                                                      " bytes, this route needs " + std::to_string(needed));
   return checks.failed() ? checks.error() : ffi::Error::Success();
@@ -232,9 +241,10 @@ ffi::Error prefill_call(cudaStream_t stream, AnyBuffer q, AnyBuffer k, AnyBuffer
   for (const auto& [name, route] : kRoutes) {
     if (name != route_name) continue;
     PrefillArgs args;
-    ffi::Error wrong = decode({q, k, v, g, beta, a_log, dt_bias, initial_state, offsets, *o, *final_state, *workspace,
+    ffi::Error wrong = decode({q, k, v, g, beta, a_log, dt_bias, initial_state, offsets, *o, *final_state,
                                scale, lower_bound, gate, beta_mode, l2norm, state_v_first},
-                              route, args);
+                              args);
+    if (wrong.success()) wrong = take_workspace(*workspace, route, args);
     if (wrong.failure()) return wrong;
     const cudaError_t status = prefill(route, args, stream);
     return status == cudaSuccess ? ffi::Error::Success() : launch_error(status, route_name);
@@ -269,9 +279,92 @@ auto bind_prefill(Binding binding) {
       .template Attr<std::string_view>("route");
 }
 
+// A buffer without elements, as the Python side passes what is absent.
+AnyBuffer absent_buffer() {
+  static int64_t none[] = {0};
+  static XLA_FFI_Buffer buffer = [] {
+    XLA_FFI_Buffer empty = {};
+    empty.struct_size = XLA_FFI_Buffer_STRUCT_SIZE;
+    empty.dtype = XLA_FFI_DataType_F32;
+    empty.rank = 1;
+    empty.dims = none;
+    return empty;
+  }();
+  return AnyBuffer(&buffer);
+}
+
+ffi::Error decode_call(cudaStream_t stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer g, AnyBuffer beta,
+                       AnyBuffer a_log, AnyBuffer dt_bias, AnyBuffer state, AnyBuffer state_indices,
+                       ffi::Result<AnyBuffer> o, ffi::Result<AnyBuffer> new_state, float scale, float lower_bound,
+                       int32_t gate, int32_t beta_mode, bool l2norm, bool state_v_first) {
+  const bool pooled = !is_absent(state_indices);
+  const AnyBuffer absent = absent_buffer();
+  PrefillArgs call;
+  ffi::Error wrong = decode({q, k, v, g, beta, a_log, dt_bias, pooled ? absent : state, absent, *o,
+                             pooled ? absent : *new_state, scale, lower_bound, gate, beta_mode, l2norm, state_v_first},
+                            call);
+  if (wrong.failure()) return wrong;
+  Checks checks;
+  const int64_t P = !pooled ? call.B : state.dimensions().size() == 4 ? state.dimensions()[0] : 0;
+  checks.require(1 <= call.T && call.T <= kMaxDecodeTokens,
+                 "q has T = " + std::to_string(call.T) + " tokens, expected 1 to " + std::to_string(kMaxDecodeTokens));
+  for (auto [name, buffer] : {std::pair{"the state", &state}, {"the new state", &*new_state}}) {
+    if (pooled) checks.shape(name, *buffer, {P, call.HV, kD, kD});
+    else checks.shape(name, *buffer, {call.B, 1, call.HV, kD, kD});
+    checks.dtype(name, *buffer, {DataType::F32, DataType::BF16});
+  }
+  if (pooled) {
+    checks.shape("state_indices", state_indices, {call.B});
+    checks.dtype("state_indices", state_indices, {DataType::S32});
+  }
+  checks.require(state.untyped_data() == new_state->untyped_data() && state.element_type() == new_state->element_type(),
+                 "the state and the new state must be one buffer (input_output_aliases of the custom call)");
+  checks.require(reinterpret_cast<uintptr_t>(state.untyped_data()) % 16 == 0, "the state is not aligned to 16 bytes");
+  if (checks.failed()) return checks.error();
+
+  DecodeArgs args{};
+  args.q = call.q, args.k = call.k, args.v = call.v, args.g = call.g, args.beta = call.beta;
+  args.a_log = call.a_log, args.dt_bias = call.dt_bias, args.o = call.o;
+  args.state = new_state->untyped_data();
+  args.state_indices = pooled ? state_indices.typed_data<int32_t>() : nullptr;
+  args.B = call.B, args.T = call.T, args.H = call.H, args.HV = call.HV, args.P = P, args.gate_rows = call.gate_rows;
+  args.g_dtype = call.g_dtype, args.beta_dtype = call.beta_dtype, args.state_dtype = launch_dtype(state);
+  args.gate = call.gate, args.beta_mode = call.beta_mode, args.l2norm = call.l2norm;
+  args.state_v_first = call.state_v_first, args.scale = call.scale, args.lower_bound = call.lower_bound;
+  const cudaError_t status = decode(args, stream);
+  return status == cudaSuccess ? ffi::Error::Success() : launch_error(status, "decode");
+}
+
+// In the order of decode_call's parameters after the stream.
+template <typename Binding>
+auto bind_decode(Binding binding) {
+  return std::move(binding)
+      .template Arg<AnyBuffer>()  // q
+      .template Arg<AnyBuffer>()  // k
+      .template Arg<AnyBuffer>()  // v
+      .template Arg<AnyBuffer>()  // g
+      .template Arg<AnyBuffer>()  // beta
+      .template Arg<AnyBuffer>()  // A_log
+      .template Arg<AnyBuffer>()  // dt_bias
+      .template Arg<AnyBuffer>()  // state
+      .template Arg<AnyBuffer>()  // state_indices
+      .template Ret<AnyBuffer>()  // o
+      .template Ret<AnyBuffer>()  // new state
+      .template Attr<float>("scale")
+      .template Attr<float>("lower_bound")
+      .template Attr<int32_t>("gate")
+      .template Attr<int32_t>("beta")
+      .template Attr<bool>("l2norm")
+      .template Attr<bool>("state_v_first");
+}
+
 }  // namespace
 
-// Nothing in prefill waits, allocates or reads the device, so XLA may record it into a command buffer (a CUDA graph).
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_kda_decode_v1, decode_call,
+                              bind_decode(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// Nothing in prefill or decode waits, allocates or reads the device, so XLA may record it into a command buffer (a CUDA graph).
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_kda_prefill_v1, prefill_call,
                               bind_prefill(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -64,4 +64,35 @@ int64_t workspace_bytes(Route route, const PrefillArgs& args);
 // cudaErrorInvalidValue where the arguments break a rule above.
 cudaError_t prefill(Route route, const PrefillArgs& args, cudaStream_t stream);
 
+constexpr int64_t kMaxDecodeTokens = 8;
+
+// The next few tokens of B sequences, by the token recurrence itself. The state is read and written in place.
+// Two sequences with one state index race; an index outside [0, P) is a padding slot: zeros in o, no state read or written.
+struct DecodeArgs {
+  const void* q;                 // [B, T, H, 128] bf16
+  const void* k;                 // [B, T, H, 128] bf16
+  const void* v;                 // [B, T, HV, 128] bf16
+  const void* g;                 // [B, T, HV, 128] g_dtype
+  const void* beta;              // [B, T, HV] beta_dtype
+  const float* a_log;            // [gate_rows, HV] or null (log gates)
+  const float* dt_bias;          // [gate_rows, HV, 128] or null
+  void* state;                   // [P, HV, 128, 128] state_dtype, aligned to 16 bytes as the arrays above
+  const int32_t* state_indices;  // [B], or null: sequence n has state n, and P is B
+  void* o;                       // [B, T, HV, 128] bf16
+
+  int64_t B, T, H, HV, P;  // T from 1 to kMaxDecodeTokens
+  int64_t gate_rows;       // 1 (shared by the sequences) or B
+  DType g_dtype, beta_dtype, state_dtype;
+  GateMode gate;
+  BetaMode beta_mode;
+  bool l2norm;
+  bool state_v_first;
+  float scale;
+  float lower_bound;
+  int columns;  // value channels a CTA: 16 or 32; 0: chosen by size
+};
+
+// Launches it on the stream. Errors as those of prefill.
+cudaError_t decode(const DecodeArgs& args, cudaStream_t stream);
+
 }  // namespace jax_kda

@@ -12,6 +12,7 @@
 #include "launch.h"
 
 extern "C" XLA_FFI_Error* jax_kda_prefill_v1(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* jax_kda_decode_v1(XLA_FFI_CallFrame* call_frame);
 #endif
 
 namespace nb = nanobind;
@@ -24,6 +25,7 @@ nb::dict handlers() {
 #ifdef JAX_KDA_WITH_CUDA
   result["jax_kda.prefill.v1"] =
       nb::capsule(reinterpret_cast<void*>(jax_kda_prefill_v1), "xla._CUSTOM_CALL_TARGET");
+  result["jax_kda.decode.v1"] = nb::capsule(reinterpret_cast<void*>(jax_kda_decode_v1), "xla._CUSTOM_CALL_TARGET");
 #endif
   return result;
 }

@@ -65,7 +65,9 @@ def chunked_prefill(options: Options, *operands: jax.Array) -> tuple[jax.Array, 
     if isinstance(T, int) and T == 0:
         o, final = v, initial
     else:
-        o, final = (_run_packed if options.packed else _run_dense)(options, named, initial)
+        # Shapes and dtypes are combined in NumPy's way here, however strict the caller is with his own.
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            o, final = (_run_packed if options.packed else _run_dense)(options, named, initial)
     if not options.output_final_state:
         return (o.astype(v.dtype),)
     if options.state_v_first:

@@ -20,6 +20,7 @@ B, T and N may be symbolic (`jax.export`); the others are plain integers. This m
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import numbers
 from collections.abc import Sequence
@@ -62,6 +63,7 @@ class Options:
     output_final_state: bool = True
     state_v_first: bool = False
     state_dtype: str = "float32"  # of the final state: "float32" or "bfloat16"
+    pooled: bool = False  # the state is a pool, of which each sequence names one
     route: str = "auto"
 
     @property
@@ -73,15 +75,25 @@ class Options:
             if self.has_dt_bias:
                 names.append("dt_bias")
         if self.has_initial_state:
-            names.append("initial_state")
-        if self.packed:
-            names.append("offsets")
-        return tuple(names)
+            names.append(self.state_operand)
+        return (*names, *self.integer_operands)
+
+    @property
+    def integer_operands(self) -> tuple[str, ...]:
+        """Those without a derivative, in order: the last ones."""
+        return ("offsets",) * self.packed + ("state_indices",) * self.pooled
+
+    @property
+    def state_operand(self) -> str:
+        """The operand that holds the states."""
+        return "pool" if self.pooled else "initial_state"
 
     @property
     def result_names(self) -> tuple[str, ...]:
         """The primitive's results, in order."""
-        return ("o", "final_state") if self.output_final_state else ("o",)
+        if not self.output_final_state:
+            return ("o",)
+        return ("o", "new_pool" if self.pooled else "final_state")
 
 
 @dataclass(frozen=True)
@@ -106,7 +118,7 @@ class Problem:
         """The problem of the primitive's operands (anything with `shape` and `dtype`)."""
         named = dict(zip(options.operand_names, operands, strict=True))
         batch, tokens, heads, key_size = named["q"].shape
-        state = named.get("initial_state")
+        state = named.get(options.state_operand)
         return cls(
             options=options,
             B=batch,
@@ -157,6 +169,7 @@ def check(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
+    state_indices: Any = None,
     route: str = "auto",
 ) -> Problem:
     """Checks the public call's arguments and returns its Problem, `options` included.
@@ -236,9 +249,12 @@ def check(
     sequences = 1 if cu_seqlens is None else _check_offsets(cu_seqlens, B, T)
     state_dtype = "float32"
     initial_state_dtype = None
+    states = B if cu_seqlens is None else sequences
+    if state_indices is not None:
+        states = _check_pool(initial_state, state_indices, states, output_final_state)
     if initial_state is not None:
         initial_state_dtype = _check_state(
-            initial_state, B if cu_seqlens is None else sequences, HV, K, V, state_v_first
+            initial_state, "N" if state_indices is None else "P", states, HV, K, V, state_v_first
         )
         state_dtype = initial_state_dtype
 
@@ -254,6 +270,7 @@ def check(
         output_final_state=bool(output_final_state),
         state_v_first=bool(state_v_first),
         state_dtype=state_dtype,
+        pooled=state_indices is not None,
         route=route,
     )
     return Problem(options, B, T, H, HV, K, V, sequences, dtype, g_dtype, beta_dtype, initial_state_dtype)
@@ -264,6 +281,20 @@ def check_cu_seqlens(cu_seqlens: Any, T: int | None = None) -> None:
 
     `kda_prefill` calls it for NumPy offsets. A device array is read back to the host here, which is why
     `kda_prefill` never does it by itself: call this where your offsets are made.
+
+    Args:
+        cu_seqlens: `[N + 1]`, an array of any kind.
+        T: the tokens of the row that they cut up; None leaves the last offset unchecked.
+
+    Raises:
+        ValueError, TypeError: for the first offset that is wrong, naming it.
+
+    Examples:
+        >>> import jax_kda
+        >>> jax_kda.check_cu_seqlens([0, 25, 40], T=40)
+        >>> jax_kda.check_cu_seqlens([0, 25, 20])
+        Traceback (most recent call last):
+        ValueError: cu_seqlens: got cu_seqlens[1] = 25 > cu_seqlens[2] = 20; ...
     """
     offsets = np.asarray(cu_seqlens)
     if offsets.ndim != 1 or offsets.shape[0] < 2:
@@ -410,13 +441,51 @@ def _check_offsets(cu_seqlens: Any, B: Any, T: Any) -> Any:
     return shape[0] - 1
 
 
-def _check_state(initial_state: Any, N: Any, HV: int, K: int, V: int, state_v_first: bool) -> str:
+def _check_pool(pool: Any, state_indices: Any, sequences: Any, output_final_state: bool) -> Any:
+    """Returns P. The values of the indices are never looked at: those out of range are padding slots."""
+    if pool is None:
+        _refuse(
+            ValueError,
+            "initial_state",
+            "None with state_indices",
+            "the pool of states [P, HV, K, V]",
+            "state_indices name its rows",
+        )
+    if not output_final_state:
+        _refuse(
+            ValueError,
+            "output_final_state",
+            "False with state_indices",
+            "True: the updated pool is returned in the final state's place",
+            "drop state_indices where no state is kept",
+        )
+    _expect_shape(
+        "state_indices",
+        state_indices,
+        ("N",),
+        (sequences,),
+        "one index into the pool per sequence, -1 for padding",
+    )
+    _dtype("state_indices", state_indices, ("int32", "int64"))
+    size = (_shape_of("initial_state", pool) or (0,))[0]
+    if isinstance(size, int) and not 1 <= size < 2**31:
+        _refuse(
+            ValueError, "initial_state", f"a pool of {size} states", "1 to 2**31 - 1", "indices are int32"
+        )
+    return size
+
+
+def _check_state(
+    initial_state: Any, letter: str, N: Any, HV: int, K: int, V: int, state_v_first: bool
+) -> str:
     kv, vk = (N, HV, K, V), (N, HV, V, K)
     wanted, other = (vk, kv) if state_v_first else (kv, vk)
     hint = "N is B, or the number of packed sequences; None stands for zeros"
+    if letter == "P":
+        hint = "a pool has any number of states, and state_indices name one per sequence"
     if _shape_of("initial_state", initial_state) == other:
         hint = f"the state is laid out the other way round: pass state_v_first={not state_v_first}"
-    letters = ("N", "HV", "V", "K") if state_v_first else ("N", "HV", "K", "V")
+    letters = (letter, "HV", "V", "K") if state_v_first else (letter, "HV", "K", "V")
     _expect_shape("initial_state", initial_state, letters, wanted, hint)
     return _dtype("initial_state", initial_state, ("float32", "bfloat16"))
 
@@ -436,7 +505,12 @@ def _number(name: str, value: Any) -> float:
 
 
 def _dtype_name(array: Any) -> str:
-    return str(getattr(array.dtype, "name", array.dtype))
+    return _name_of(array.dtype)
+
+
+@functools.cache  # NumPy makes the name anew each time, which an eager call would pay six times over
+def _name_of(dtype: Any) -> str:
+    return str(getattr(dtype, "name", dtype))
 
 
 def _dtype(name: str, array: Any, allowed: tuple[str, ...]) -> str:

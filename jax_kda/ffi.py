@@ -22,10 +22,20 @@ import numpy as np
 from .contract import Options, Problem
 from .routing import Build, Decision, Device
 
-__all__ = ["PREFILL_TARGET", "Status", "build", "call_prefill", "device_facts", "status"]
+__all__ = [
+    "DECODE_TARGET",
+    "PREFILL_TARGET",
+    "Status",
+    "build",
+    "call_decode",
+    "call_prefill",
+    "device_facts",
+    "status",
+]
 
 # Versioned: exported and cached executables find the handler by this name.
 PREFILL_TARGET = "jax_kda.prefill.v1"
+DECODE_TARGET = "jax_kda.decode.v1"
 
 _FFI_OPERANDS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "offsets")
 
@@ -62,7 +72,17 @@ class Status:
 
 @functools.cache
 def status() -> Status:
-    """What the extension brought, or why it was left alone. Loads and registers it on the first call."""
+    """What the extension brought, or why it was left alone. Loads and registers it on the first call.
+
+    Returns:
+        A `Status`, which prints as a table.
+
+    Examples:
+        >>> import jax_kda
+        >>> status = jax_kda.status()
+        >>> status.cuda == bool(status.targets)
+        True
+    """
     installed = installed_ffi_version()
     try:
         native = importlib.import_module("jax_kda._native")
@@ -148,13 +168,37 @@ def call_prefill(
     )
     output, state, _ = jax.ffi.ffi_call(PREFILL_TARGET, results)(
         *(named.get(name, absent[name]) for name in _FFI_OPERANDS),
-        # NumPy scalars fix the attribute types: a Python float would arrive as f64.
-        scale=np.float32(options.scale),
-        lower_bound=np.float32(options.lower_bound),
-        gate=np.int32(options.gate),
-        beta=np.int32(options.beta),
-        l2norm=np.bool_(options.l2norm),
-        state_v_first=np.bool_(options.state_v_first),
+        **_attributes(options),
         route=decision.route.value,
     )
     return (output, state) if options.output_final_state else (output,)
+
+
+def call_decode(options: Options, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """The custom call of decode: nine operands, two results, the state's operand and result in one buffer."""
+    named = dict(zip(options.operand_names, operands, strict=True))
+    absent = jnp.zeros((0,), jnp.float32)
+    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", options.state_operand)
+    state = named[options.state_operand]
+    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (named["v"], state))
+    call = jax.ffi.ffi_call(
+        DECODE_TARGET, results, input_output_aliases={names.index(options.state_operand): 1}
+    )
+    o, new_state = call(
+        *(named.get(name, absent) for name in names),
+        named.get("state_indices", jnp.zeros((0,), jnp.int32)),
+        **_attributes(options),
+    )
+    return o, new_state
+
+
+def _attributes(options: Options) -> dict[str, Any]:
+    # NumPy scalars fix the attribute types: a Python float would arrive as f64.
+    return {
+        "scale": np.float32(options.scale),
+        "lower_bound": np.float32(options.lower_bound),
+        "gate": np.int32(options.gate),
+        "beta": np.int32(options.beta),
+        "l2norm": np.bool_(options.l2norm),
+        "state_v_first": np.bool_(options.state_v_first),
+    }

@@ -26,7 +26,8 @@ from .contract import Options, Problem
 __all__ = ["bind", "local_problem", "split_explicitly"]
 
 # The dimensions of operands and results. Batch ("b") and heads ("h" of q and k, "w" of the rest) may be
-# split; tokens, channels and the list of sequences stay whole.
+# split; tokens, channels, the list of sequences and pools stay whole, and so does the batch of a call with a
+# pool: any row may name any state of it.
 _DIMENSIONS = {
     "q": "bthk",
     "k": "bthk",
@@ -37,8 +38,11 @@ _DIMENSIONS = {
     "dt_bias": "rwk",
     "initial_state": "bnwkv",
     "offsets": "bm",
+    "pool": "pwkv",
+    "state_indices": "b",
     "o": "btwv",
     "final_state": "bnwkv",
+    "new_pool": "pwkv",
 }
 
 # A mesh axis, several, or none: one entry of a PartitionSpec.
@@ -115,6 +119,8 @@ def _split(problem: Problem, specs: dict[str, Sequence[Axes]], sizes: dict[Any, 
     lengths = (problem.HV,) if problem.H == 1 else (problem.H, problem.HV)
     batch = _first(specs[name][0] for name in ("q", "k", "v", "g") if divides(specs[name][0], problem.B))
     heads = _first(specs[name][2] for name in heads_of if divides(specs[name][2], *lengths))
+    if problem.options.pooled:
+        batch = None
     if set(_names(batch)) & set(_names(heads)):
         heads = None
     return batch, heads
@@ -150,13 +156,16 @@ def _partitioned(
 
     def partition(mesh: Mesh, operands: Sequence[Any], _: Any) -> Any:
         mesh, arguments, results = shardings(mesh, operands)
-        return mesh, call, results, arguments
+        return mesh, shard, results, arguments
 
     def infer_sharding_from_operands(mesh: Mesh, operands: Sequence[Any], _: Any) -> Any:
         return shardings(mesh, operands)[2]
 
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(primitive.bind(*operands, options=options))
+
+    def shard(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(primitive.bind(*operands, options=options, shard=True))
 
     wrapped = custom_partitioning(call)
     rule, factors = _shardy_rule(options, H, HV, per_row_gate)
@@ -169,11 +178,11 @@ def _partitioned(
 def _shardy_rule(options: Options, H: int, HV: int, per_row_gate: bool) -> tuple[str, dict[str, Any]]:
     """The same in Shardy's notation. Value heads are the query/key heads times the group that each serves."""
     group = HV // H
-    factors: dict[str, Any] = {"need_replication_factors": tuple("tkvnm")}
+    factors: dict[str, Any] = {"need_replication_factors": tuple("btkvp" if options.pooled else "tkvnm")}
 
     def term(name: str) -> str:
         letters = _DIMENSIONS[name]
-        if options.state_v_first and name.endswith("state"):
+        if options.state_v_first and name.endswith(("state", "pool")):
             letters = letters.replace("kv", "vk")
         if per_row_gate:
             letters = letters.replace("r", "b")

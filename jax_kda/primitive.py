@@ -1,7 +1,7 @@
-"""kda_prefill as one JAX primitive, and the layers that teach it JAX's transformations.
+"""kda_prefill as one JAX primitive, and the layers that teach it (and decode.py's) JAX's transformations.
 
-    prefill(options, operands)
-      -> custom_vjp           reverse mode: backward, the chunk form is differentiated
+    prefill(options, operands) = apply(PREFILL, options, operands)
+      -> custom_vjp           reverse mode: backward, the form in plain JAX is differentiated
       -> custom_vmap          a mapped axis is folded into B, so that vmap meets the same kernels
       -> custom_partitioning  batch and heads split over devices; absent where no partitioner runs
       -> kda_prefill_p        abstract evaluation, and the lowering of each platform
@@ -27,28 +27,44 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from . import ffi, partitioning, routing
+from . import ffi, partitioning, pools, routing
 from .chunked import chunked_prefill
 from .contract import Options, Problem
 
-__all__ = ["kda_prefill_p", "prefill"]
+__all__ = ["Operation", "apply", "kda_prefill_p", "lower_call", "lowering_device", "prefill"]
 
 Arrays = tuple[jax.Array, ...]
 
 
+class Operation(NamedTuple):
+    """What the layers need to know of an operation on canonical operands."""
+
+    primitive: Primitive
+    plain: Callable[
+        ..., Arrays
+    ]  # (options, *operands): the same in plain JAX, which derivatives are taken of
+
+
 def prefill(options: Options, operands: Sequence[jax.Array]) -> Arrays:
     """`(o,)` or `(o, final_state)` of the canonical operands, with every transformation in place."""
-    call = functools.partial(_differentiable, options)
+    return apply(PREFILL, options, operands)
+
+
+def apply(operation: Operation, options: Options, operands: Sequence[jax.Array]) -> Arrays:
+    """The operation's results, with every transformation in place."""
+    call = functools.partial(_differentiable, operation, options)
     return partitioning.split_explicitly(options, _vary_together(operands), call)
 
 
@@ -56,6 +72,7 @@ def prefill(options: Options, operands: Sequence[jax.Array]) -> Arrays:
 
 kda_prefill_p = Primitive("kda_prefill")
 kda_prefill_p.multiple_results = True
+PREFILL = Operation(kda_prefill_p, chunked_prefill)
 
 
 @kda_prefill_p.def_impl
@@ -72,7 +89,7 @@ def _compiled(*operands: jax.Array, options: Options) -> Any:
 
 
 @kda_prefill_p.def_abstract_eval
-def _abstract(*operands: Any, options: Options) -> tuple[Any, ...]:
+def _abstract(*operands: Any, options: Options, shard: bool = False) -> tuple[Any, ...]:
     problem = Problem.from_operands(options, operands)
     v = operands[2]
     # Made from v's type, results vary over the mesh axes that v varies over: those of all operands, see
@@ -86,9 +103,8 @@ def _abstract(*operands: Any, options: Options) -> tuple[Any, ...]:
     return output, v.update(shape=problem.state_shape, dtype=dtype, weak_type=False, sharding=state_sharding)
 
 
-def _lower(ctx: Any, *operands: Any, options: Options) -> Any:
-    platform = (ctx.platforms or ctx.module_context.platforms)[0]
-    device = _cuda_device(ctx) if platform == "cuda" else routing.Device(platform, platform.upper())
+def _lower(ctx: Any, *operands: Any, options: Options, shard: bool = False) -> Any:
+    device = lowering_device(ctx)
 
     def call(*operands: jax.Array) -> Arrays:
         problem = Problem.from_operands(options, operands)
@@ -100,15 +116,46 @@ def _lower(ctx: Any, *operands: Any, options: Options) -> Any:
                 return chunked_prefill(options, *operands)
             return ffi.call_prefill(options, operands, decision)
 
-    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    return lower_call(ctx, call, operands, shard)
 
 
 mlir.register_lowering(kda_prefill_p, _lower)
 mlir.register_lowering(kda_prefill_p, _lower, platform="cuda")
 
 
-def _cuda_device(ctx: Any) -> routing.Device:
-    """What this lowering is for: its devices if it knows them, else this process's GPU, else an H200."""
+def lower_call(ctx: Any, call: Callable[..., Arrays], operands: Sequence[Any], shard: bool) -> Any:
+    """Lowers `call(*operands)`; with `shard`, as one device's share, for the partitioner."""
+    results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    if shard:
+        _forget_frames(ctx.module_context.module)
+    return results
+
+
+def _forget_frames(module: Any) -> None:
+    """Takes the Python frames out of a program's locations, and leaves the names.
+
+    For the program that the partitioner asks for, one device's share: XLA inlines it into the caller's, but
+    not the table that its frames are numbered by. The numbers then point into the caller's table or past its
+    end, and passes that follow them may never return (seen with jaxlib 0.10.2 and 0.11.2).
+    """
+
+    def forget(operation: Any) -> Any:
+        # loc("add:"("path/add"(frames))) or loc("name"(frames))
+        name = re.match(r'loc\((?:"[^"]*:"\()?"([^"]*)"[()]', str(operation.location))
+        operation.location = ir.Location.name(name[1]) if name else ir.Location.unknown()
+        return ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(forget)
+
+
+def lowering_device(ctx: Any) -> routing.Device:
+    """What this lowering is for. On CUDA: its devices if it knows them, else this process's GPU, else an
+    H200.
+    """
+    platform = (ctx.platforms or ctx.module_context.platforms)[0]
+    if platform != "cuda":
+        return routing.Device(platform, platform.upper())
     axes = ctx.module_context.axis_context
     candidates = list(getattr(axes, "device_assignment", None) or ())
     with contextlib.suppress(RuntimeError):  # no GPU in this process: it lowers for another machine
@@ -120,23 +167,25 @@ def _cuda_device(ctx: Any) -> routing.Device:
 # ---- derivatives
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(options: Options, *operands: jax.Array) -> Arrays:
-    return _batchable(options)(*operands)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(operation: Operation, options: Options, *operands: jax.Array) -> Arrays:
+    return _batchable(operation.primitive, options)(*operands)
 
 
-def _forward(options: Options, *operands: jax.Array) -> tuple[Arrays, Arrays]:
+def _forward(operation: Operation, options: Options, *operands: jax.Array) -> tuple[Arrays, Arrays]:
     # Through _differentiable itself, so that a derivative of the derivative finds a rule here too.
-    return _differentiable(options, *operands), operands
+    return _differentiable(operation, options, *operands), operands
 
 
-def _backward(options: Options, operands: Arrays, cotangents: Arrays) -> tuple[jax.Array | None, ...]:
-    floats = operands[:-1] if options.packed else operands
-    offsets = operands[-1:] if options.packed else ()
+def _backward(
+    operation: Operation, options: Options, operands: Arrays, cotangents: Arrays
+) -> tuple[jax.Array | None, ...]:
+    count = len(operands) - len(options.integer_operands)  # the integers come last
+    floats, integers = operands[:count], operands[count:]
     if isinstance(floats[0].shape[0], int) and floats[0].shape[0] == 0:
-        return (*map(jnp.zeros_like, floats), *(None for _ in offsets))
-    _, transpose = jax.vjp(lambda *floats: chunked_prefill(options, *floats, *offsets), *floats)
-    return (*transpose(tuple(cotangents)), *(None for _ in offsets))
+        return (*map(jnp.zeros_like, floats), *(None for _ in integers))
+    _, transpose = jax.vjp(lambda *floats: operation.plain(options, *floats, *integers), *floats)
+    return (*transpose(tuple(cotangents)), *(None for _ in integers))
 
 
 _differentiable.defvjp(_forward, _backward)
@@ -146,15 +195,16 @@ _differentiable.defvjp(_forward, _backward)
 
 
 @functools.cache
-def _batchable(options: Options) -> Callable[..., Arrays]:
+def _batchable(primitive: Primitive, options: Options) -> Callable[..., Arrays]:
     @custom_vmap
-    def kda_prefill(*operands: jax.Array) -> Arrays:
-        return partitioning.bind(kda_prefill_p, options, operands)
+    def bind(*operands: jax.Array) -> Arrays:
+        return partitioning.bind(primitive, options, operands)
 
-    @kda_prefill.def_vmap
+    @bind.def_vmap
     def fold(size: int, mapped: Sequence[bool], *operands: jax.Array) -> tuple[Arrays, tuple[bool, ...]]:
         names = options.operand_names
-        batch = operands[0].shape[1 if mapped[0] else 0]
+        rows = {name: x.shape[1 if m else 0] for name, x, m in zip(names, operands, mapped, strict=True)}
+        batch = rows["q"]
         gate = [i for i, name in enumerate(names) if name in ("A_log", "dt_bias")]
         # One gate for all rows stays one gate; otherwise every row gets its own, as the kernels count rows
         # once.
@@ -168,13 +218,16 @@ def _batchable(options: Options) -> Callable[..., Arrays]:
                 x = jnp.broadcast_to(x, (size, *x.shape))
             if i in gate:
                 x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
-            return x.reshape(size * batch, *x.shape[2:])
+            if names[i] == "state_indices":
+                x = pools.in_folded_pool(x, rows["pool"])
+            return x.reshape(size * x.shape[1], *x.shape[2:])
 
-        results = kda_prefill(*(into_batch(i) for i in range(len(names))))
-        results = tuple(r.reshape(size, batch, *r.shape[1:]) for r in results)
+        results = bind(*(into_batch(i) for i in range(len(names))))
+        counts = (rows["pool"] if name == "new_pool" else batch for name in options.result_names)
+        results = tuple(r.reshape(size, n, *r.shape[1:]) for n, r in zip(counts, results, strict=True))
         return results, (True,) * len(results)
 
-    return kda_prefill
+    return bind
 
 
 # ---- shard_map

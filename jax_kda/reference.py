@@ -5,6 +5,7 @@ S <- exp(g_t)[:, None] * S;  u = beta_t (v_t - S^T k_t);  S <- S + k_t u^T;  o_t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jax_kda import activations, contract
+from jax_kda import activations, contract, pools
 
 __all__ = ["kda_reference", "recurrence"]
 
@@ -28,6 +29,7 @@ def kda_reference(
     cu_seqlens: jax.Array | None = None,
     A_log: jax.Array | None = None,
     dt_bias: jax.Array | None = None,
+    state_indices: jax.Array | None = None,
     dtype: DTypeLike = jnp.float32,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -38,8 +40,22 @@ def kda_reference(
     same `(o, final_state)`. With `dtype=float64` both come back in float64, so that nothing is rounded away
     before a comparison; else o has v's dtype and the state is float32, or bfloat16 where `initial_state` was.
 
+    Args:
+        q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, state_indices: as `kda_prefill` takes
+            them.
+        dtype: of every operation, float32 or float64.
+        options: the other keyword arguments of `kda_prefill`.
+
     Raises:
-      ValueError, TypeError: as `kda_prefill`; and ValueError for float64 where JAX has it switched off.
+        ValueError, TypeError: as `kda_prefill`; and ValueError for float64 where JAX has it switched off.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, jax_kda
+        >>> x, beta = jnp.ones((1, 9, 1, 16)), jnp.full((1, 9, 1), 0.5)
+        >>> with jax.enable_x64(True):
+        ...     o, state = jax_kda.kda_reference(x / 4, x / 4, x, -x, beta, dtype=jnp.float64)
+        >>> o.dtype.name, state.shape
+        ('float64', (1, 1, 16, 16))
     """
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.float32, jnp.float64):
@@ -53,8 +69,17 @@ def kda_reference(
         )
     problem = contract.check(
         q, k, v, g, beta,
-        initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, **options,
+        initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias,
+        state_indices=state_indices, **options,
     )  # fmt: skip
+    if state_indices is not None:
+        alone = functools.partial(
+            kda_reference, q, k, v, g, beta,
+            cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, dtype=dtype, **options,
+        )  # fmt: skip
+        offsets = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
+        pool, indices = jnp.asarray(initial_state), jnp.asarray(state_indices)
+        return pools.through_pool(lambda states: alone(initial_state=states), pool, indices, offsets)
     static = problem.options
     q, k, v, g, beta = (jnp.asarray(x) for x in (q, k, v, g, beta))
 

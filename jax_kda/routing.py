@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .contract import Problem
 from .regions import REGIONS, Region
 
-__all__ = ["CPU", "H200", "Build", "Decision", "Device", "Route", "choose", "route_name"]
+__all__ = ["CPU", "H200", "Build", "Decision", "Device", "Route", "choose", "decode_refuses", "route_name"]
 
 
 class Route(enum.StrEnum):
@@ -175,6 +175,11 @@ def _m128_refuses(problem: Problem, device: Device, build: Build) -> str:
         held = ", ".join(f"sm_{a}" for a in build.architectures)
         return f"this build holds code for {held}, and the device is {device}"
     return ""
+
+
+def decode_refuses(problem: Problem, device: Device, build: Build) -> str:
+    """Why the decode kernel cannot serve this call of `kda_decode`; "" where it can."""
+    return _m128_refuses(problem, device, build)
 
 
 def _nothing(*_: object) -> str:

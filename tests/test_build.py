@@ -43,7 +43,7 @@ def test_the_build_says_what_it_holds(native: Any) -> None:
     if info["cuda"]:
         assert all(re.fullmatch(r"\d{2,3}[af]?", name) for name in info["architectures"])
         assert re.fullmatch(r"\d+\.\d+", info["cuda_version"])
-        assert list(native.handlers()) == ["jax_kda.prefill.v1"]
+        assert list(native.handlers()) == ["jax_kda.prefill.v1", "jax_kda.decode.v1"]
     else:
         assert info["architectures"] == ()
         assert info["cuda_version"] == ""
@@ -141,12 +141,33 @@ cudaError_t prefill(Route, const PrefillArgs& a, cudaStream_t) {
   return static_cast<cudaError_t>(status);
 }
 
+cudaError_t decode(const DecodeArgs& a, cudaStream_t) {
+  last = "{";
+  auto field = [](const char* name, double value) {
+    last += std::string(last.size() > 1 ? ", " : "") + '"' + name + "\": " + std::to_string(value);
+  };
+  field("B", a.B), field("T", a.T), field("H", a.H), field("HV", a.HV), field("P", a.P);
+  field("R", a.gate_rows);
+  field("g_dtype", int(a.g_dtype)), field("beta_dtype", int(a.beta_dtype));
+  field("state_dtype", int(a.state_dtype));
+  field("gate", int(a.gate)), field("beta", int(a.beta_mode));
+  field("l2norm", a.l2norm), field("state_v_first", a.state_v_first);
+  field("scale", a.scale), field("lower_bound", a.lower_bound), field("columns", a.columns);
+  field("A_log", a.a_log != nullptr), field("dt_bias", a.dt_bias != nullptr);
+  field("state_indices", a.state_indices != nullptr);
+  last += "}";
+  return static_cast<cudaError_t>(status);
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(recorded, [](auto... x) { return prefill_call(nullptr, x...); },
                               bind_prefill(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(recorded_decode, [](auto... x) { return decode_call(nullptr, x...); },
+                              bind_decode(ffi::Ffi::Bind()));
 }  // namespace jax_kda
 """
 
 TARGET = "jax_kda.test.recorded"
+DECODE_TARGET = "jax_kda.test.recorded_decode"
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +193,7 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library))
     loaded.last_call.restype = ctypes.c_char_p
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(loaded.recorded), platform="cpu")
+    jax.ffi.register_ffi_target(DECODE_TARGET, jax.ffi.pycapsule(loaded.recorded_decode), platform="cpu")
     return loaded
 
 
@@ -314,3 +336,91 @@ def test_the_handler_reports_cuda_errors(failing: Callable[[int], None], status:
     failing(status)
     with pytest.raises(Exception, match=message):
         Call().run()
+
+
+class DecodeCall(Call):
+    """The same for decode: from a pool of 7 states. `aliases` are those of the custom call."""
+
+    def __init__(self, B: int = 2, T: int = 5, P: int = 7, H: int = 1, HV: int = 2) -> None:
+        super().__init__(B, T, 1, H, HV)
+        for name in ("initial_state", "offsets"):
+            del self.operands[name]
+        state = ((P, HV, 128, 128), jnp.bfloat16)
+        self.operands |= {"state": state, "state_indices": ((B,), jnp.int32)}
+        self.results = {"o": self.results["o"], "new_state": state}
+        del self.attributes["route"]
+        self.aliases = {7: 1}
+
+    def run(self) -> None:
+        results = [jax.ShapeDtypeStruct(*typed) for typed in self.results.values()]
+        operands = [jnp.zeros(*typed) for typed in self.operands.values()]
+        call = jax.ffi.ffi_call(DECODE_TARGET, results, input_output_aliases=self.aliases)
+        jax.block_until_ready(call(*operands, **self.attributes))
+
+
+def test_the_decode_handler_decodes_everything(recorder: ctypes.CDLL) -> None:
+    DecodeCall().run()
+    wanted = {
+        "B": 2, "T": 5, "H": 1, "HV": 2, "P": 7, "R": 2,
+        "g_dtype": 1, "beta_dtype": 0, "state_dtype": 1,
+        "gate": 2, "beta": 1, "l2norm": 1, "state_v_first": 0, "scale": 0.25, "lower_bound": -5,
+        "columns": 0, "A_log": 1, "dt_bias": 1, "state_indices": 1,
+    }  # fmt: skip
+    assert json.loads(recorder.last_call()) == wanted
+    dense = ((2, 1, 2, 128, 128), F32)
+    optional = {"A_log": ABSENT, "dt_bias": ABSENT, "gate": np.int32(0), "state_indices": ((0,), jnp.int32)}
+    DecodeCall().change(**optional, state=dense, new_state=dense).run()
+    without = {"A_log": 0, "dt_bias": 0, "gate": 0, "state_indices": 0, "P": 2, "R": 1, "state_dtype": 0}
+    assert json.loads(recorder.last_call()) == wanted | without
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            DecodeCall().change(k=((2, 5, 1, 64), BF16)),
+            r"k has shape \[2, 5, 1, 64\], expected \[2, 5, 1, 128\]",
+        ),
+        (DecodeCall(T=9), r"q has T = 9 tokens, expected 1 to 8"),
+        (DecodeCall(T=0), r"q has T = 0 tokens, expected 1 to 8"),
+        (
+            DecodeCall().change(**dict.fromkeys(("state", "new_state"), ((7, 2, 128, 64), BF16))),
+            r"the state has shape \[7, 2, 128, 64\], expected \[7, 2, 128, 128\]",
+        ),
+        (
+            DecodeCall().change(state_indices=((0,), jnp.int32)),
+            r"initial_state has shape \[7, 2, 128, 128\], expected \[2, 1, 2, 128, 128\]",
+        ),
+        (
+            DecodeCall().change(**dict.fromkeys(("state", "new_state"), ((7, 2, 128, 128), F16))),
+            r"the state is f16, expected f32 or bf16",
+        ),
+        (
+            DecodeCall().change(state_indices=((3,), jnp.int32)),
+            r"state_indices has shape \[3\], expected \[2\]",
+        ),
+        (DecodeCall().change(state_indices=((2,), F32)), r"state_indices is f32, expected s32"),
+        (
+            DecodeCall().change(new_state=((6, 2, 128, 128), BF16)),
+            r"the new state has shape \[6, 2, 128, 128\]",
+        ),
+    ],
+)
+def test_the_decode_handler_refuses(recorder: ctypes.CDLL, call: DecodeCall, message: str) -> None:
+    if call.operands["state"] != call.results["new_state"]:
+        call.aliases = {}
+    with pytest.raises(Exception, match=message):
+        call.run()
+
+
+def test_decode_is_in_place_or_not_at_all(recorder: ctypes.CDLL) -> None:
+    call = DecodeCall()
+    call.aliases = {}
+    with pytest.raises(Exception, match="the state and the new state must be one buffer"):
+        call.run()
+
+
+def test_the_decode_handler_reports_cuda_errors(failing: Callable[[int], None]) -> None:
+    failing(1)
+    with pytest.raises(Exception, match="launching route decode failed: cudaErrorInvalidValue"):
+        DecodeCall().run()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_ENGINE_KERNELS = 8  # one CTA or a pair, bounded gates or not, bf16 or f32 gates
 
 
 def find_tool(name: str) -> str | None:
@@ -23,29 +24,46 @@ def find_tool(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders))
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """csrc/baseline.cu for sm_90a, and what the compiler said. Not from a build folder: those may be old."""
+def compile_kernel(name: str, folder: Path) -> tuple[Path, str]:
+    """csrc/NAME.cu for sm_90a, and what the compiler said. Not from a build folder: those may be old."""
     nvcc = find_tool("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc")
-    cubin = tmp_path_factory.mktemp("compiler_report") / "baseline.cubin"
+    cubin = folder / f"{name}.cubin"
     command = [nvcc, "-std=c++17", "-O3", "-arch=sm_90a", "-Xptxas=-v", "-cubin", "-o", str(cubin)]
-    result = subprocess.run(
-        [*command, str(ROOT / "csrc/baseline.cu")], capture_output=True, text=True, check=False
-    )
+    source = str(ROOT / "csrc" / f"{name}.cu")
+    result = subprocess.run([*command, source], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return cubin, result.stdout + result.stderr
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    return compile_kernel("baseline", tmp_path_factory.mktemp("compiler_report"))
+
+
+def spills(report: str) -> dict[str, list[str]]:
+    """Bytes of stack frame, spill stores and spill loads of every kernel."""
+    line = (
+        r"Function properties for (\S+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads"
+    )
+    return {name: sizes for name, *sizes in re.findall(line, report)}
+
+
 def test_no_kernel_spills(compiled: tuple[Path, str]) -> None:
-    report = r"Function properties for (\S+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes"
-    properties = {name: sizes for name, *sizes in re.findall(report, compiled[1])}
-    assert len([name for name in properties if "DefaultEngine" in name]) == 4
+    properties = spills(compiled[1])
+    assert len([name for name in properties if "DefaultEngine" in name]) == DEFAULT_ENGINE_KERNELS
     spilled = {name: sizes for name, sizes in properties.items() if sizes != ["0", "0", "0"]}
     assert {name for name in spilled if "DefaultEngine" in name} == set()
     # On Hopper the other engine runs in tests only. A few values that its set-up keeps are allowed.
     assert all(int(stores) <= 32 for _, stores, _ in spilled.values()), spilled
+
+
+def test_decode_does_not_spill(tmp_path: Path) -> None:
+    _, report = compile_kernel("decode", tmp_path)
+    # two layouts, two dtypes, two widths
+    assert list(spills(report).values()) == [["0", "0", "0"]] * 8
 
 
 def test_no_product_is_serialised(compiled: tuple[Path, str]) -> None:
@@ -67,5 +85,5 @@ def test_the_default_engine_uses_wgmma(compiled: tuple[Path, str]) -> None:
     )
     _, *functions = re.split(r"^\s*Function : ", result.stdout, flags=re.MULTILINE)
     uses = {body.split("\n", 1)[0]: "HGMMA" in body for body in functions}
-    assert len([name for name in uses if "DefaultEngine" in name]) == 4
+    assert len([name for name in uses if "DefaultEngine" in name]) == DEFAULT_ENGINE_KERNELS
     assert {name for name, used in uses.items() if used != ("DefaultEngine" in name)} == set()

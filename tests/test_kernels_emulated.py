@@ -37,7 +37,14 @@ FAULTS = {
     "nan-dropped": ("calls", "NaN gate is lost"),
     "half-inverse": ("inverse", "large"),
     "early-publish": ("recurrence", "race|nobody wrote"),
+    "cluster-barrier-open": ("packets", "there is no mbarrier|race|nobody wrote"),
+    "lost-peer-arrival": ("packets", "deadlock: .* waits for .* mbarrier"),
+    "half-to-peer": ("packets", "nobody wrote"),
 }
+PLANTED = [
+    *((fault, *seen) for fault, seen in FAULTS.items()),
+    ("warp-barrier-open", "decode", "race|nobody wrote"),
+]
 
 
 def build(folder: Path, compiler: str) -> None:
@@ -48,10 +55,11 @@ def build(folder: Path, compiler: str) -> None:
     for header in CUDA_HEADERS:
         (folder / header).write_text('#include "cuda_stand_in.h"\n')
     launch = re.compile(r"(\w+)<<<(.*?)>>>\((.*?)\);")
-    kernel = (ROOT / "csrc/baseline.cu").read_text()
-    source, launches = launch.subn(r"emulation::launch(\1, \2, \3);", kernel)
-    assert launches == 1
-    (folder / "baseline_on_host.cuh").write_text(source)
+    for name in ("baseline", "decode"):
+        kernel = (ROOT / f"csrc/{name}.cu").read_text()
+        source, launches = launch.subn(r"emulation::launch(\1, \2, \3);", kernel)
+        assert launches == 1
+        (folder / f"{name}_on_host.cuh").write_text(source)
     includes = [f"-I{path}" for path in (folder, ROOT / "tests/native", ROOT / "csrc")]
     # The fortified longjmp refuses to change stacks.
     options = ["-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-DJAX_KDA_EMULATE", *includes]
@@ -89,6 +97,7 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "prefix-bounded",
         "prefix-unbounded",
         "resets",
+        "decode",
     ],
 )
 def test_the_kernels_are_right(program: Path, part: str) -> None:
@@ -96,9 +105,8 @@ def test_the_kernels_are_right(program: Path, part: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_mistake_is_seen(program: Path, fault: str) -> None:
-    part, message = FAULTS[fault]
+@pytest.mark.parametrize(("fault", "part", "message"), PLANTED, ids=["-".join(x[:2]) for x in PLANTED])
+def test_a_planted_mistake_is_seen(program: Path, fault: str, part: str, message: str) -> None:
     result = run(program, part, "--fault", fault)
     assert result.returncode == 1, f"passed, or crashed: {result.returncode}"
     assert re.search(message, result.stdout), result.stdout

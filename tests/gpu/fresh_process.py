@@ -1,10 +1,13 @@
-"""Runs in a process of its own: `fresh_process.py capture|offsets ROUTE`. Started by harness.run_apart."""
+"""Runs in a process of its own: `fresh_process.py TASK ROUTE [FILE]`, a task being a function below. Started
+by harness.run_apart.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,21 +25,27 @@ INPUTS = (*TOKENS, "initial_state")
 def capture(route: str) -> None:
     """The first use of the library, inside a scan under jit; then the same in a loop of plain calls.
 
-    Two kernels take turns, and rounds of new tokens and states bring new addresses. Prints digests of all
-    results: the caller compares them between processes.
+    Two kernels take turns, one of them on packed sequences too, and rounds of new tokens, states and offsets
+    bring new addresses. Prints digests of all results: the caller compares them between processes.
     """
     steps = 4
+    packed = {"lengths": (1, 0, 0)}
+    kinds: dict[str, dict[str, Any]] = {"production": {}, "long": {}, "slow": packed}
 
     def tokens_and_state(seed: int) -> dict[str, tuple[Any, Any]]:
-        inputs = {kind: make_inputs(kind, 1, steps * 48, 2, seed=seed) for kind in ("production", "long")}
-        return {
-            kind: ({name: np.stack(np.split(x[name], steps, axis=1)) for name in TOKENS}, x["initial_state"])
-            for kind, x in inputs.items()
-        }
+        calls = {}
+        for kind, options in kinds.items():
+            x = make_inputs(kind, 1, steps * 48, 2, seed=seed, **options)
+            tokens = {name: np.stack(np.split(x[name], steps, axis=1)) for name in TOKENS}
+            if options:
+                cuts = np.random.default_rng(seed).integers(0, 49, (steps, 4))
+                tokens["cu_seqlens"] = np.sort(cuts, axis=1).astype(np.int32)
+            calls[kind] = tokens, x["initial_state"]
+        return calls
 
     rest = {
         kind: {name: x for name, x in make_inputs(kind, 1, 1, 2).items() if name not in INPUTS}
-        for kind in ("production", "long")
+        for kind in kinds
     }
 
     def step(states: Any, tokens: Any) -> tuple[Any, Any]:
@@ -98,6 +107,42 @@ def offsets(route: str) -> None:
     print("offsets: all safe")
 
 
+def cache(route: str) -> None:
+    """One call through the persistent compilation cache. Prints whether it was found there, and a digest."""
+    events: list[str] = []
+    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
+    arrays, rest = _call()
+    function = jax.jit(lambda x: jax_kda.kda_prefill(**x, **rest, route=route))
+    results = jax.block_until_ready(function(arrays))
+    print("hits:", sum("cache_hits" in event for event in events), "digest:", _digest(results))
+
+
+def export(route: str, file: str) -> None:
+    """Writes one artifact for both platforms. Prints the digest of the call itself."""
+    arrays, rest = _call()
+    function = jax.jit(lambda x: jax_kda.kda_prefill(**x, **rest, route=route))
+    exported = jax.export.export(
+        # A forced kernel cannot be lowered for the CPU: there the artifact takes what auto takes.
+        function if route == "xla" else jax.jit(lambda x: jax_kda.kda_prefill(**x, **rest)),
+        platforms=["cpu", "cuda"],
+        disabled_checks=jax_kda.export_checks(),
+    )(arrays)
+    Path(file).write_bytes(exported.serialize())
+    print("digest:", _digest(function(arrays)))
+
+
+def load(route: str, file: str) -> None:
+    """Runs the artifact that `export` wrote. Prints the digest of its results."""
+    exported = jax.export.deserialize(bytearray(Path(file).read_bytes()))
+    print("digest:", _digest(jax.jit(exported.call)(_call()[0])))
+
+
+def _call() -> tuple[dict[str, Any], dict[str, Any]]:
+    inputs = make_inputs("slow", 1, 60, 2, 4, lengths=(20, 0, 33))
+    arrays = {name: x for name, x in inputs.items() if isinstance(x, np.ndarray)}
+    return arrays, {name: x for name, x in inputs.items() if name not in arrays}
+
+
 def _digest(results: Any) -> str:
     sha = hashlib.sha256()
     for x in jax.tree.leaves(results):
@@ -106,4 +151,4 @@ def _digest(results: Any) -> str:
 
 
 if __name__ == "__main__":
-    {"capture": capture, "offsets": offsets}[sys.argv[1]](sys.argv[2])
+    {f.__name__: f for f in (capture, offsets, cache, export, load)}[sys.argv[1]](*sys.argv[2:])

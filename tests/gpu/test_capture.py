@@ -26,7 +26,7 @@ def test_first_use_inside_a_captured_loop(route, tmp_path, record_property):
         name: run_apart("capture", route, flags=f"{flags} --xla_dump_to={dumps[name]} --xla_dump_hlo_as_text")
         for name, flags in FLAGS.items()
     }
-    outputs = {name: output_of(process, 120) for name, process in processes.items()}
+    outputs = {name: output_of(process, 300 if DRY else 120) for name, process in processes.items()}
     digests = {name: json.loads(out.split("digests:")[1]) for name, out in outputs.items()}
     with Findings(record_property) as found:
         for name, both in digests.items():

@@ -10,10 +10,11 @@
 //   tails        every length of the last chunk, between neighbours that are all NaN
 //   calls        states, grouped heads, packed sequences, offsets of every wrong kind, NaN
 //   resets       gates that forget a large state
+//   decode       the decode kernel: layouts, slices, gates, pools
 //   prefix-bounded, prefix-unbounded
 //                later tokens change no bit of what belongs to earlier ones
 //
-// baseline_on_host.cuh and cluster_on_host.cuh are csrc/*.cu with their launches turned into emulation::launch.
+// NAME_on_host.cuh is csrc/NAME.cu with its launch turned into emulation::launch.
 #include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -23,6 +24,7 @@
 
 #include "baseline_on_host.cuh"
 #include "cluster_on_host.cuh"
+#include "decode_on_host.cuh"
 
 namespace jax_kda {
 namespace {
@@ -312,6 +314,7 @@ void test_recurrence() {
 }
 
 #include "baseline_cases.h"
+#include "decode_cases.h"
 
 // A touched guard page is a failure like any other. On a stack of its own: the lanes' may be what ran over.
 void report_touch(int) {
@@ -333,7 +336,7 @@ int run(int argc, char** argv) {
   const std::map<std::string, void (*)()> parts = {
       {"inverse", test_inverse}, {"recurrence", test_recurrence},         {"packets", test_packets}, {"cluster", test_cluster},
       {"tails", test_tails},     {"calls", test_calls},                   {"prefix-bounded", test_prefix_bounded},
-      {"resets", test_resets},   {"prefix-unbounded", test_prefix_unbounded}};
+      {"resets", test_resets},   {"prefix-unbounded", test_prefix_unbounded}, {"decode", test_decode}};
   std::vector<std::string> names;
   unsigned seed = 1;
   for (int i = 1; i < argc; ++i) {
