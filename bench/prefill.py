@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = resolve(asked, routing.Device("cuda", facts["gpu"], (major, minor), facts["sm_count"]))
     measured, copy_rate, complete = _measure(driver, wanted, 1 if options.quick else 2, options.calls)
     timed = [case for case in wanted if case in measured]
-    walls = {} if options.quick else _walls(timed)
+    walls = {} if options.quick or options.no_walls else _walls(timed)
     common = provenance(facts, options.commit) | {"copy_rate": copy_rate}
     found = [
         _row(name, case, measured[case], walls.get(case), common)
@@ -94,7 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--set", default=",".join(SETS), help="sets of shapes (default: %(default)s)")
+    usual = ",".join(name for name in SETS if name != "regions")
+    add("--set", default=usual, help="sets of shapes, regions among them (default: %(default)s)")
     add("--gates", default=",".join(GATES), help="gate regimes (default: %(default)s)")
     add("--routes", default="auto", help="auto, or routes of the driver to force (default: %(default)s)")
     add(
@@ -105,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--quick", action="store_true", help="one round, no wall times, no result file unless --out names one"
     )
+    add("--no-walls", action="store_true", help="no wall times")
     add("--calls", type=int, default=20, help="timed calls a round (default: %(default)s)")
     add("--driver", type=Path, help="a driver that is built already (default: build it)")
     add("--commit", help="for the rows (default: what git says)")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 __all__ = [
     "FOLDED_GATES",
     "GATES",
+    "REGION_HEADS",
+    "REGION_TOKENS",
     "SETS",
     "Case",
     "Shape",
@@ -65,6 +67,12 @@ def _equal(T: int, H: int, N: int) -> Shape:
     return Shape(1, T, H, H, (T // N,) * N if N > 1 else ())
 
 
+# The grid on which every route is measured against every other (bench/regions.py). Heads at both sides of what the GPU
+# holds at once: 30 clusters of four, 66 pairs, 132 CTAs.
+REGION_HEADS = (1, 2, 4, 8, 12, 16, 22, 30, 31, 44, 66, 67, 96, 132, 133, 198, 264)
+REGION_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+REGION_LIMIT = 1 << 20  # tokens times heads
+
 SETS: dict[str, tuple[Shape, ...]] = {
     "seed": _dense(1, 2048, (1, 4, 8)) + _dense(1, 4096, (1, 4, 8)),
     "small": _dense(1, 512, (8,)) + _dense(1, 8192, (1, 8)) + _dense(1, 32768, (1, 4)),
@@ -89,6 +97,9 @@ SETS: dict[str, tuple[Shape, ...]] = {
             (8192, 24, 1),
             (16384, 16, 8),
         )
+    ),
+    "regions": tuple(
+        Shape(1, T, H, H) for H in REGION_HEADS for T in REGION_TOKENS if H * T <= REGION_LIMIT
     ),
 }
 

@@ -51,7 +51,10 @@ constexpr int64_t kD = 128;
 constexpr struct {
   std::string_view name;
   Route route;
-} kRoutes[] = {{"baseline_m128", Route::kBaselineM128}};
+} kRoutes[] = {
+    {"baseline_m128", Route::kBaselineM128}, {"baseline_m64", Route::kBaselineM64},   {"c4_m128_d15", Route::kC4M128D15},
+    {"c4_m64_d10", Route::kC4M64D10},        {"c8_m128_d35", Route::kC8M128D35},
+};
 
 template <typename Values>
 std::string shape_text(const Values& dims) {

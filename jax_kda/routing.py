@@ -22,6 +22,10 @@ class Route(enum.StrEnum):
 
     XLA = "xla"  # the chunk form in plain JAX: every platform, dtype and head size
     BASELINE_M128 = "baseline_m128"  # one CTA per (sequence, value head), all 128 state rows in it
+    BASELINE_M64 = "baseline_m64"  # a pair of CTAs, 64 state rows each, which prepare chunks for each other
+    C4_M128_D15 = "c4_m128_d15"  # a cluster of four: one owner of the state, three helpers, 15 slots
+    C4_M64_D10 = "c4_m64_d10"  # a cluster of four: two owners of 64 rows, two helpers, 10 slots
+    C8_M128_D35 = "c8_m128_d35"  # a cluster of eight: one owner, seven helpers; only where it is asked for
 
 
 @dataclass(frozen=True)
@@ -148,16 +152,18 @@ def _pick(
         return Route.BASELINE_M128, "symbolic sizes: no measured region can be decided"
     for region in regions:
         if Route(region.route) not in refusals and _holds(region, problem, device):
-            return Route(region.route), f"measured fastest here ({region.provenance})"
+            return Route(region.route), f"{'measured ' * region.measured}fastest here ({region.provenance})"
     return Route.BASELINE_M128, "the baseline: no other route was measured faster for these sizes"
 
 
 def _holds(region: Region, problem: Problem, device: Device) -> bool:
     tasks = problem.B * problem.N * problem.HV
+    tokens = -(-problem.T // max(problem.N, 1))  # of a sequence, on average: offsets are never read
     return (
         region.compute_capability == device.compute_capability
+        and (region.measured or not problem.options.packed)
         and region.tasks[0] <= tasks <= region.tasks[1]
-        and region.tokens[0] <= problem.T <= region.tokens[1]
+        and region.tokens[0] <= tokens <= region.tokens[1]
     )
 
 
@@ -182,12 +188,32 @@ def decode_refuses(problem: Problem, device: Device, build: Build) -> str:
     return _m128_refuses(problem, device, build)
 
 
+def _cluster_refuses(problem: Problem, device: Device, build: Build) -> str:
+    """Why the routes with a workspace cannot serve this call; "" where they can."""
+    why = _m128_refuses(problem, device, build)
+    if not why and not problem.is_static:
+        why = "its workspace depends on the sizes, and these are symbolic"
+    return why
+
+
 def _nothing(*_: object) -> str:
     return ""
 
 
 def _no_workspace(_: Problem) -> int:
     return 0
+
+
+_SLOT_BYTES = 32768  # kSlotBytes of csrc/kernels/packet.cuh
+
+
+def _ring(slots: int) -> Callable[[Problem], int]:
+    """The workspace of an owner/helper route: a ring of slots a task, and room to align them."""
+
+    def bytes_of(problem: Problem) -> int:
+        return (problem.B * problem.N * problem.HV * slots + 1) * _SLOT_BYTES
+
+    return bytes_of
 
 
 @dataclass(frozen=True)
@@ -199,6 +225,10 @@ class _Row:
 _ROUTES = {
     Route.XLA: _Row(_nothing, _no_workspace),
     Route.BASELINE_M128: _Row(_m128_refuses, _no_workspace),
+    Route.BASELINE_M64: _Row(_m128_refuses, _no_workspace),
+    Route.C4_M128_D15: _Row(_cluster_refuses, _ring(15)),
+    Route.C4_M64_D10: _Row(_cluster_refuses, _ring(10)),
+    Route.C8_M128_D35: _Row(_cluster_refuses, _ring(35)),
 }
 
 
