@@ -12,14 +12,13 @@
 // seen the other group's packet (it starts on a packet before it lets go of the one before), and the groups would take turns. With three stages
 // it waits for the group's own packet: there the copy comes after it.
 // No CTA waits for another one.
+#include "kernels/launch_kernel.cuh"
 #include "kernels/prepare_bounded.cuh"
 #include "kernels/prepare_unbounded.cuh"
 #include "kernels/task.cuh"
 #include "kernels/tensor_maps.cuh"
 #include "launch.h"
 
-#include <atomic>
-#include <mutex>
 #include <type_traits>
 
 namespace jax_kda {
@@ -141,19 +140,6 @@ __global__ void __launch_bounds__(Baseline<kBounded, kGatesF32>::kThreads, 1) ba
                  a.state_out_dtype, thread, L::kConsumerThreads);
     }
   }
-}
-
-// cudaFuncSetAttribute once per kernel and device: it is no stream operation, so it is allowed (once, cheaply) inside a capture too.
-template <auto kKernel> cudaError_t allow_shared_memory(int bytes) {
-  static std::mutex mutex;
-  static std::atomic<bool> done[64];
-  int device = 0;
-  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  if (device < 64 && done[device].load(std::memory_order_acquire)) return cudaSuccess;
-  std::lock_guard<std::mutex> lock(mutex);
-  if (cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); e != cudaSuccess) return e;
-  if (device < 64) done[device].store(true, std::memory_order_release);
-  return cudaSuccess;
 }
 
 template <class Engine, bool kBounded, bool kGatesF32> cudaError_t launch(const PrefillArgs& a, cudaStream_t stream) {

@@ -46,7 +46,7 @@ constexpr int64_t kD = 128;
 constexpr struct {
   std::string_view name;
   Route route;
-} kRoutes[] = {{"baseline_m128", Route::kBaselineM128}};
+} kRoutes[] = {{"baseline_m128", Route::kBaselineM128}, {"segmented", Route::kSegmented}};
 
 template <typename Values>
 std::string shape_text(const Values& dims) {

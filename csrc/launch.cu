@@ -9,10 +9,15 @@ namespace jax_kda {
 
 cudaError_t baseline(const PrefillArgs& a, cudaStream_t stream);
 cudaError_t baseline_warp_engine(const PrefillArgs& a, cudaStream_t stream);
+cudaError_t segmented(const PrefillArgs& a, cudaStream_t stream);
+cudaError_t segmented_warp_engine(const PrefillArgs& a, cudaStream_t stream);
+int64_t segmented_workspace_bytes(const PrefillArgs& a);
 
 const char* compiled_architectures() { return JAX_KDA_ARCHITECTURES; }
 
-int64_t workspace_bytes(Route, const PrefillArgs&) { return 0; }
+int64_t workspace_bytes(Route route, const PrefillArgs& a) {
+  return route == Route::kSegmented || route == Route::kSegmentedWarpEngine ? segmented_workspace_bytes(a) : 0;
+}
 
 cudaError_t prefill(Route route, const PrefillArgs& a, cudaStream_t stream) {
   const int64_t sequences = a.B * a.N;
@@ -26,6 +31,8 @@ cudaError_t prefill(Route route, const PrefillArgs& a, cudaStream_t stream) {
   switch (route) {
     case Route::kBaselineM128: return baseline(a, stream);
     case Route::kBaselineM128WarpEngine: return baseline_warp_engine(a, stream);
+    case Route::kSegmented: return segmented(a, stream);
+    case Route::kSegmentedWarpEngine: return segmented_warp_engine(a, stream);
   }
   return cudaErrorInvalidValue;
 }

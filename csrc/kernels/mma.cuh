@@ -99,6 +99,7 @@ KDA_DEVICE void store_global16_if(bool on, void* p, float4 v) {
 
 KDA_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 KDA_DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
+KDA_DEVICE int count_lanes(bool x) { return __popc(__ballot_sync(0xffffffffu, x)); }
 KDA_DEVICE void sync_warp() { __syncwarp(); }
 KDA_DEVICE void sync_group(int barrier, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory"); }
 

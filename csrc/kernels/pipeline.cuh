@@ -44,6 +44,29 @@ KDA_DEVICE void copy_tensor(uint32_t to, const void* map, int x, int y, int z, u
   cuda::ptx::cp_async_bulk_tensor(cuda::ptx::space_cluster, cuda::ptx::space_global, __cvta_shared_to_generic(to), map, at, barrier_pointer(barrier));
 }
 
+// Contiguous bytes between global and shared memory (both 16-byte aligned, a multiple of 16), by one thread. The barrier is told when those to shared
+// memory are there; of those to global memory, store_bulk_wait says when their source has been read.
+KDA_DEVICE void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier) : "memory");
+}
+KDA_DEVICE void store_bulk(void* to, uint32_t from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" :: "l"(__cvta_generic_to_global(to)), "r"(from), "r"(bytes) : "memory");
+}
+KDA_DEVICE void store_bulk_wait() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Kernels in a row on one stream, launched so that the next may start early (launch_kernel.cuh). allow_next_kernel: it may take the room that this
+// one leaves, as soon as all CTAs have come here. wait_for_previous_kernels: everything that earlier kernels wrote is visible, to the copy engine too.
+// Every thread of every CTA calls it before it leaves: only then does the end of this kernel imply the end of those before.
+KDA_DEVICE void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+KDA_DEVICE void wait_for_previous_kernels() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // Orders this thread's ordinary writes to shared memory before later reads by wgmma and the bulk copy engine.
 KDA_DEVICE void fence_async_shared() { cuda::ptx::fence_proxy_async(cuda::ptx::space_shared); }
 

@@ -158,7 +158,7 @@ KDA_DEVICE uint32_t load_raw_beta(const PrefillArgs& a, const Rows& k, int token
 }
 KDA_DEVICE float beta_value(uint32_t raw, DType dtype) { return dtype == DType::kF32 ? from_bits(raw) : low_bf16(raw); }
 
-template <bool kBounded, bool kGatesF32, int kThreads>
+template <bool kBounded, bool kGatesF32, int kThreads, bool kWithValues = true>
 KDA_DEVICE void load_rows(const PrefillArgs& a, uint32_t where, uint32_t stage, int chunk, int tokens, int thread) {
   const Rows k = get_rows(where);
   thread = int(opaque(thread));
@@ -182,7 +182,7 @@ KDA_DEVICE void load_rows(const PrefillArgs& a, uint32_t where, uint32_t stage, 
       const uint32_t down = kRows == 4 ? (i >> 1) * 1024 + (i & 1) * 512 : i * kRows * 128, flip = kRows == 4 ? (i & 1) << 6 : 0;
       copy16_or_zero<whole.value>((to_key ^ flip) + down, key, valid);
       copy16_or_zero<whole.value>((to_key ^ flip) + down + stage::kQueryRows, query, valid);
-      copy16_or_zero<whole.value>((to_value ^ flip) + down, value, valid);
+      if constexpr (kWithValues) copy16_or_zero<whole.value>((to_value ^ flip) + down, value, valid);
       if (kBounded && !valid) {
         const float none = kGatesF32 ? -INFINITY : from_bits(0xff80ff80u);
         store_shared4((to_gate ^ flip) + down, {none, none, none, none});

@@ -46,15 +46,15 @@ inline cudaError_t make_tensor_maps(const PrefillArgs& a, TensorMaps& maps) {
 }
 
 // By one thread. The barrier completes when all rows are there.
-template <bool kGatesF32> KDA_DEVICE void copy_rows(const TensorMaps& maps, const Rows& k, uint32_t stage, int chunk, uint32_t barrier) {
+template <bool kGatesF32, bool kWithValues = true> KDA_DEVICE void copy_rows(const TensorMaps& maps, const Rows& k, uint32_t stage, int chunk, uint32_t barrier) {
   const int token = int(k.first_token) + chunk * kChunk;
-  barrier_expect(barrier, (8 + (kGatesF32 ? 2 : 0)) * kPanel);
+  barrier_expect(barrier, (6 + (kWithValues ? 2 : 0) + (kGatesF32 ? 2 : 0)) * kPanel);
 #pragma unroll
   for (int p = 0; p < 2; ++p) {
     const uint32_t kq = stage + stage::kKeyQuery + p * stage::kKeyQueryPanel;
     copy_tensor(kq, &maps.k, 64 * p, k.key_head, token, barrier);
     copy_tensor(kq + stage::kQueryRows, &maps.q, 64 * p, k.key_head, token, barrier);
-    copy_tensor(stage + stage::kValues + p * kPanel, &maps.v, 64 * p, k.head, token, barrier);
+    if constexpr (kWithValues) copy_tensor(stage + stage::kValues + p * kPanel, &maps.v, 64 * p, k.head, token, barrier);
   }
 #pragma unroll
   for (int p = 0; p < (kGatesF32 ? 4 : 2); ++p)

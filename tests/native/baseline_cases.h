@@ -38,6 +38,8 @@ struct Case {
   BetaMode beta = BetaMode::kSigmoid;
   bool warp_engine = false, dt_bias = true, tensor_maps = true;
   int gate_rows = 1;
+  int segment_chunks = 0;  // not 0: the segmented route, with segments of so many chunks
+  int sm_count = 132;
 };
 
 class Call {
@@ -96,7 +98,13 @@ class Call {
     else c.g_f32 ? observe<Baseline<false, true>>() : observe<Baseline<false, false>>();
     emulation::launch_seed = generator();
     tensor_maps_refused = !c.tensor_maps;
-    const cudaError_t e = c.warp_engine ? baseline_warp_engine(a, nullptr) : baseline(a, nullptr);
+    stand_in_sm_count = c.sm_count, a.segment_chunks = c.segment_chunks;
+    if (c.segment_chunks) emulation::on_phase = nullptr;
+    const Guarded on_workspace(c.segment_chunks ? size_t(segmented_workspace_bytes(a)) : 0);
+    a.workspace = on_workspace.data();
+    const cudaError_t e = c.segment_chunks ? (c.warp_engine ? segmented_warp_engine(a, nullptr) : segmented(a, nullptr))
+                          : c.warp_engine  ? baseline_warp_engine(a, nullptr)
+                                           : baseline(a, nullptr);
     check(e == cudaSuccess, what() + ": error " + std::to_string(e));
     o = decode(on_o, o.size(), false);
     final_state = decode(on_final, state.size(), f32);
@@ -112,8 +120,8 @@ class Call {
         const Activations x = activate(s, h);
         Vector S(D * D);
         for (int i = 0; i < D * D; ++i) S[i] = c.has_state ? state[state_at(s, h, i)] : 0.;
-        const int block = tokens(s) ? find_block(x) : -1;
-        for (int chunk = 0; chunk * C < tokens(s); ++chunk) check_packet(s, block, chunk, x);
+        const int block = tokens(s) && !c.segment_chunks ? find_block(x) : -1;
+        for (int chunk = 0; chunk * C < tokens(s) && !c.segment_chunks; ++chunk) check_packet(s, block, chunk, x);
         recur_exactly(s, h, x, S, want_o);
         if (!c.wants_state) continue;
         Vector got(D * D);
@@ -128,7 +136,7 @@ class Call {
 
   std::string what() const {
     return c.gates + (bounded() ? ", bounded" : ", unbounded") + (c.g_f32 ? ", f32 gates" : "") + (c.l2norm ? "" : ", no norm") +
-           (c.warp_engine ? ", warp engine" : "") + (c.tensor_maps ? "" : ", no tensor maps") + ", T = " + std::to_string(c.T) +
+           (c.segment_chunks ? ", segments of " + std::to_string(c.segment_chunks) : "") + (c.warp_engine ? ", warp engine" : "") + (c.tensor_maps ? "" : ", no tensor maps") + ", T = " + std::to_string(c.T) +
            (c.offsets.empty() ? "" : ", packed");
   }
 

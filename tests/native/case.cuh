@@ -34,6 +34,8 @@ constexpr struct {
 } kRoutes[] = {
     {"baseline_m128", Route::kBaselineM128},
     {"baseline_m128_warp_engine", Route::kBaselineM128WarpEngine},
+    {"segmented", Route::kSegmented},
+    {"segmented_warp_engine", Route::kSegmentedWarpEngine},
 };
 
 inline Route route_of(const std::string& name) {

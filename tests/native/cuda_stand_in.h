@@ -50,6 +50,9 @@ using cudaStream_t = void*;
 enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNoKernelImageForDevice = 209 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+inline int stand_in_sm_count = 132;
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = stand_in_sm_count, cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 template <class Kernel> cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) { return cudaSuccess; }
 

@@ -220,6 +220,18 @@ inline bool any_lane(bool x) {
   });
   return mine.result;
 }
+inline int count_lanes(bool x) {
+  struct Operand {
+    bool x;
+    int result;
+  } mine = {x, 0};
+  machine->together("ballot", mine, [](const std::array<Operand*, 32>& all) {
+    int count = 0;
+    for (const Operand* y : all) count += y->x;
+    for (Operand* y : all) y->result = count;
+  });
+  return mine.result;
+}
 inline float shuffle(float x, int lane) {
   struct Operand {
     float x, result;
@@ -297,6 +309,19 @@ inline void copy_tensor(uint32_t to, const void* map, int x, int y, int z, uint3
       box.rows.push_back(j < m.sizes[1] && k < m.sizes[2] ? m.base + x * m.strides[0] + j * m.strides[1] + k * m.strides[2] : nullptr);
   machine->start_box(std::move(box));
 }
+
+inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  if (bytes % 128 || reinterpret_cast<uintptr_t>(from) % 16) machine->fail("a bulk copy that is not emulated");
+  emulation::BoxCopy copy = {to, barrier, {}, false};
+  for (uint32_t at = 0; at < bytes; at += 128) copy.rows.push_back(static_cast<const char*>(from) + at);
+  machine->start_box(std::move(copy));
+}
+inline void store_bulk(void* to, uint32_t from, uint32_t bytes) { machine->start_store({to, from, bytes}); }
+inline void store_bulk_wait() {
+  if (planted != Fault::kStoresNotAwaited) machine->finish_stores();
+}
+inline void allow_next_kernel() {}
+inline void wait_for_previous_kernels() {}
 
 template <int kRegisters> void give_registers() {}
 template <int kRegisters> void take_registers() {}

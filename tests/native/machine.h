@@ -56,12 +56,13 @@ enum class Fault {
   kTailStored,          // store_global16_if always stores
   kNanDropped,          // max_keep_nan drops NaN
   kHalfInverse,         // to_tf32 has only f16's range
+  kStoresNotAwaited,    // store_bulk_wait does nothing
   kEarlyPublish,        // (test_kernels.cpp) packets are announced before they are written
 };
 inline constexpr const char* kFaultNames[] = {
     "none",           "group-barrier-open", "warp-barrier-open",    "wait-open",      "lost-arrival", "lost-bytes",
     "unordered-arrival", "copies-not-awaited", "products-not-awaited", "no-proxy-fence", "swizzle",      "transposition",
-    "fragment-order", "tail-copied",        "tail-stored",          "nan-dropped",    "half-inverse", "early-publish"};
+    "fragment-order", "tail-copied",        "tail-stored",          "nan-dropped",    "half-inverse", "stores-not-awaited", "early-publish"};
 static_assert(std::size(kFaultNames) == size_t(Fault::kEarlyPublish) + 1);
 inline Fault planted = Fault::kNone;
 
@@ -86,6 +87,13 @@ struct Copy {
   bool moved;
 };
 
+// The copy engine's copy from shared to global memory.
+struct Store {
+  void* to;
+  uint32_t from, bytes;
+  bool moved = false;
+};
+
 struct Lane {
   int index;
   Order order;
@@ -93,6 +101,7 @@ struct Lane {
   const char* waits_for = "its start";
   uint32_t detail = 0;
   std::vector<Copy> copies;
+  std::vector<Store> stores;
   ucontext_t start;
   jmp_buf at;
   Lane(int i, size_t agents) : index(i), order(agents) { order.seen[i] = 1; }
@@ -138,10 +147,11 @@ struct Mbarrier {
       : arrivals(n), pending(n), agent(a), initialiser(by.index), initialised(by.now()), open(agents), done(agents) {}
 };
 
-// The copy engine's copy of rows of 128 bytes, swizzled.
+// The copy engine's copy of rows of 128 bytes to shared memory.
 struct BoxCopy {
   uint32_t to, barrier;
   std::vector<const void*> rows;  // null: zeros
+  bool swizzled = true;
 };
 
 constexpr uint32_t kInFlight = UINT32_MAX;
@@ -225,6 +235,8 @@ class Machine {
   void start_copy(Copy copy);
   void finish_copies();
   void start_box(BoxCopy box);
+  void start_store(Store store);
+  void finish_stores();
 
   // ---- order
   void release(Lane& lane, Order& into) {
@@ -353,7 +365,7 @@ inline void Machine::enter(Lane* lane) {
 inline void Machine::entry() {
   Machine& m = *machine;
   m.body_();
-  if (!m.current_->copies.empty() || !m.warp().products.empty()) m.fail("ends before its copies or products");
+  if (!m.current_->copies.empty() || !m.current_->stores.empty() || !m.warp().products.empty()) m.fail("ends before its copies or products");
   m.current_->waits_for = nullptr;
   if (--m.left_ == 0) _longjmp(m.main_, 1);
   m.enter(m.pick());
@@ -428,8 +440,8 @@ inline void Machine::finish_copies() {
 }
 
 inline void Machine::start_box(BoxCopy box) {
-  const uint32_t at = offset(box.to, 128), end = at + uint32_t(box.rows.size()) * 128;
-  if (box.to % 1024 || end > shared_.size()) fail("a box at %u", at);
+  const uint32_t at = offset(box.to, box.swizzled ? 128 : 16), end = at + uint32_t(box.rows.size()) * 128;
+  if ((box.swizzled && box.to % 1024) || end > shared_.size()) fail("a box at %u", at);
   const Mbarrier& b = mbarrier(box.barrier);
   if (current_->order.fenced[b.initialiser] < b.initialised)
     fail("no proxy fence between the initialisation of mbarrier %u and a copy", box.barrier - kBase);
@@ -450,7 +462,7 @@ inline void Machine::finish_box(const BoxCopy& box) {
   for (uint32_t row = 0; row < box.rows.size(); ++row) {
     const uint32_t at = box.to - kBase + row * 128;
     for (uint32_t unit = 0; unit < 8; ++unit) {
-      uint8_t* to = &shared_[at + ((unit ^ (row & 7)) << 4)];
+      uint8_t* to = &shared_[at + ((box.swizzled ? unit ^ (row & 7) : unit) << 4)];
       if (box.rows[row]) std::memcpy(to, static_cast<const char*>(box.rows[row]) + unit * 16, 16);
       else std::memset(to, 0, 16);
     }
@@ -459,6 +471,26 @@ inline void Machine::finish_box(const BoxCopy& box) {
   }
   b.bytes -= planted == Fault::kLostBytes ? 16 : int64_t(box.rows.size()) * 128;
   complete(box.barrier, b);
+}
+
+inline void Machine::start_store(Store store) {
+  if (store.bytes % 16 || reinterpret_cast<uintptr_t>(store.to) % 16) fail("a bulk store that is not aligned");
+  const uint32_t at = offset(store.from, 16);
+  if (at + store.bytes > shared_.size()) fail("a bulk store of %u bytes at %u", store.bytes, at);
+  for (uint32_t i = at / 4; i < (at + store.bytes) / 4; ++i) note_read(*current_, i, false, true);
+  current_->stores.push_back(store);
+  if (draw(2)) std::memcpy(store.to, &shared_[at], store.bytes), current_->stores.back().moved = true;
+}
+
+inline void Machine::finish_stores() {
+  for (Store& store : current_->stores) {
+    const uint32_t at = store.from - kBase;
+    if (!store.moved) std::memcpy(store.to, &shared_[at], store.bytes);
+    for (uint32_t i = at / 4; i < (at + store.bytes) / 4; ++i)
+      for (Access& r : cells_[i].reads)
+        if (r.agent == current_->index && r.time == kInFlight) r.time = current_->now();
+  }
+  current_->stores.clear();
 }
 
 // ---- order

@@ -9,6 +9,8 @@
 //   tails        every length of the last chunk, between neighbours that are all NaN
 //   calls        states, grouped heads, packed sequences, offsets of every wrong kind, NaN
 //   resets       gates that forget a large state
+//   segmented, segmented-calls
+//                the segmented route: gate regimes and lengths of segments; options, packed sequences, offsets of every wrong kind, prefixes
 //   prefix-bounded, prefix-unbounded
 //                later tokens change no bit of what belongs to earlier ones
 //
@@ -21,6 +23,7 @@
 #include <random>
 
 #include "baseline_on_host.cuh"
+#include "segmented.cu"
 
 namespace jax_kda {
 namespace {
@@ -307,6 +310,7 @@ void test_recurrence() {
 }
 
 #include "baseline_cases.h"
+#include "segmented_cases.h"
 
 // A touched guard page is a failure like any other. On a stack of its own: the lanes' may be what ran over.
 void report_touch(int) {
@@ -328,7 +332,8 @@ int run(int argc, char** argv) {
   const std::map<std::string, void (*)()> parts = {
       {"inverse", test_inverse}, {"recurrence", test_recurrence},         {"packets", test_packets},
       {"tails", test_tails},     {"calls", test_calls},                   {"prefix-bounded", test_prefix_bounded},
-      {"resets", test_resets},   {"prefix-unbounded", test_prefix_unbounded}};
+      {"resets", test_resets},   {"prefix-unbounded", test_prefix_unbounded}, {"segmented", test_segmented},
+      {"segmented-calls", test_segmented_calls}};
   std::vector<std::string> names;
   unsigned seed = 1;
   for (int i = 1; i < argc; ++i) {
