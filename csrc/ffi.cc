@@ -185,7 +185,8 @@ ffi::Error decode(const Call& call, Route route, PrefillArgs& args) {
     checks.dtype(name, *state, {DataType::F32, DataType::BF16});
   }
   // The kernels move 16 bytes at a time.
-  for (const AnyBuffer* buffer : {&call.q, &call.k, &call.v, &call.g, &call.initial_state, &call.o, &call.final_state}) {
+  for (const AnyBuffer* buffer : {&call.q, &call.k, &call.v, &call.g, &call.initial_state, &call.o, &call.final_state,
+                                  &call.workspace}) {
     checks.require(reinterpret_cast<uintptr_t>(buffer->untyped_data()) % 16 == 0,
                    "a buffer of shape " + shape_text(buffer->dimensions()) + " is not aligned to 16 bytes");
   }

@@ -145,6 +145,18 @@ KDA_DEVICE void load_values(const PrefillArgs& a, const Rows& k, uint32_t to, in
   }
 }
 
+// Inputs do not wait for earlier kernels: the values of the first chunks come to the L2 cache meanwhile. The loading warp.
+template <int kPanels>
+KDA_DEVICE void prefetch_values(const PrefillArgs& a, const TensorMaps& maps, const Task& task, int first_panel, int first_chunk, int chunks, int lane) {
+  constexpr int kMost = 8;
+  if (maps.usable && lane == 0) prefetch_map(&maps.v);
+  const int token = first_chunk * kChunk + lane;
+  const char* from = static_cast<const char*>(a.v) +
+                     ((task.row * a.T + task.begin + token) * a.HV + task.head) * (kHeadDim * 2) + first_panel * 128;
+  for (int i = 0; i < chunks && i < kMost && token + i * kChunk < task.tokens; ++i)
+    for (int p = 0; p < kPanels; ++p) prefetch_global(from + i * kChunk * a.HV * (kHeadDim * 2) + p * 128);
+}
+
 // The loading warp: chunks [first_chunk, first_chunk + chunks) of the task, with the values of the CTA's rows unless there are none.
 template <class L, int kPanels, bool kWithValues, bool kWholePackets>
 KDA_DEVICE void read_packets(const SegmentedArgs& x, const TensorMaps& maps, const Task& task, int first_panel, int first_chunk, int chunks,
@@ -204,6 +216,7 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, false>::kThreads, Rea
   const uint32_t head = unit % uint32_t(a.HV), row = unit / uint32_t(a.HV) / uint32_t(x.segment_slots);
   const Unit u = find_unit(a, row, int(unit / uint32_t(a.HV) % uint32_t(x.segment_slots)), int(head), x.segment, lane);
   const bool of_zero = part < L::kParts;  // Q, not P
+  const int chunks = x.segment / kChunk;
   const int segment = u.slot - u.first, group_row = int(part % L::kParts) * 64;
   const bool needed = u.there && (segment + 1) * x.segment < u.task.tokens && (of_zero || segment > 0);
   if (needed) {
@@ -212,12 +225,12 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, false>::kThreads, Rea
         constexpr int kUnits = kRowGroups * kPanel / 16;
         store_shared4(base + i / kUnits * L::kStageBytes + stage::kValues + i % kUnits * 16, {0.f, 0.f, 0.f, 0.f});
       }
+    if (of_zero && warp == L::kWarps) prefetch_values<kRowGroups>(a, maps, u.task, group_row / 64, segment * chunks, chunks, lane);
     start_reader<L>(base, thread);
   }
   wait_for_previous_kernels();
   if (!needed) return;
 
-  const int chunks = x.segment / kChunk;
   if (warp == L::kWarps) {
     if (of_zero) read_packets<L, kRowGroups, true, false>(x, maps, u.task, group_row / 64, segment * chunks, chunks, base, lane);
     else read_packets<L, kRowGroups, false, false>(x, maps, u.task, group_row / 64, segment * chunks, chunks, base, lane);
@@ -249,7 +262,12 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, Read
   const int segment = u.slot - u.first, group_row = int(part) * 64;
   const char* from = stored_state(a.initial_state, a.state_in_dtype, a, u.task);
   char* to = const_cast<char*>(stored_state(a.final_state, a.state_out_dtype, a, u.task));
-  if (u.there) start_reader<L>(base, thread);
+  const int first = segment * x.segment, left = u.task.tokens - first, tokens = left < x.segment ? left : x.segment;
+  const int chunks = (tokens + kChunk - 1) / kChunk;
+  if (u.there) {
+    if (warp == L::kWarps) prefetch_values<kRowGroups>(a, maps, u.task, group_row / 64, first / kChunk, chunks, lane);
+    start_reader<L>(base, thread);
+  }
   wait_for_previous_kernels();
   if (!u.there) return;
   if (u.task.tokens == 0) {
@@ -257,9 +275,8 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, Read
     return;
   }
 
-  const int first = segment * x.segment, left = u.task.tokens - first, tokens = left < x.segment ? left : x.segment;
   if (warp == L::kWarps) {
-    read_packets<L, kRowGroups, true, true>(x, maps, u.task, group_row / 64, first / kChunk, (tokens + kChunk - 1) / kChunk, base, lane);
+    read_packets<L, kRowGroups, true, true>(x, maps, u.task, group_row / 64, first / kChunk, chunks, base, lane);
     return;
   }
   State st;
@@ -311,8 +328,9 @@ SegmentedArgs plan(const PrefillArgs& a, int64_t* bytes) {
   SegmentedArgs x{};
   x.a = a;
   x.segment = int(std::min<int64_t>(chunks, (INT32_MAX - 64) / kChunk / 2)) * kChunk;
-  x.chunk_slots = int(std::min<int64_t>(a.T / kChunk + a.N, INT32_MAX));
-  x.segment_slots = int(std::min<int64_t>(a.T / x.segment + a.N, INT32_MAX));
+  // With offsets any sequence may be the one that begins a unit late.
+  auto slots = [&](int64_t size) { return int(std::min<int64_t>(a.offsets ? a.T / size + a.N : std::max<int64_t>((a.T + size - 1) / size, 1), INT32_MAX)); };
+  x.chunk_slots = slots(kChunk), x.segment_slots = slots(x.segment);
   const int64_t heads = a.B * a.HV;
   const bool cut = a.T > x.segment;
   const int64_t packets = heads * x.chunk_slots * stage::kPacketBytes, of_maps = cut ? heads * x.segment_slots * kMapBytes : 0;

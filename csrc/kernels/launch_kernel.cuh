@@ -19,6 +19,8 @@ template <auto kKernel> inline cudaError_t allow_shared_memory(int bytes) {
   if (device < 64 && done[device].load(std::memory_order_acquire)) return cudaSuccess;
   std::lock_guard<std::mutex> lock(mutex);
   if (cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); e != cudaSuccess) return e;
+  // All of an SM's memory as shared memory: several CTAs find room, and an SM need not be emptied between kernels to be divided anew.
+  if (cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100); e != cudaSuccess) return e;
   if (device < 64) done[device].store(true, std::memory_order_release);
   return cudaSuccess;
 }

@@ -58,6 +58,10 @@ KDA_DEVICE void store_bulk_wait() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
+// Hints: what will be read soon.
+KDA_DEVICE void prefetch_global(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(__cvta_generic_to_global(p)) : "memory"); }
+KDA_DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory"); }
+
 // Kernels in a row on one stream, launched so that the next may start early (launch_kernel.cuh). allow_next_kernel: it may take the room that this
 // one leaves, as soon as all CTAs have come here. wait_for_previous_kernels: everything that earlier kernels wrote is visible, to the copy engine too.
 // Every thread of every CTA calls it before it leaves: only then does the end of this kernel imply the end of those before.

@@ -3,7 +3,7 @@
 // Chunks and segments have numbered slots, per batch row. Sequence n, which begins at token b_n, has its units of `size` tokens in the slots from
 // b_n / size + n on. Those of the next sequence lie behind them whatever the lengths (an empty one has a slot, too), so that
 //   - the slot of a unit needs no sum over sequences, and the unit of a slot one search over the offsets;
-//   - T / size + N slots are enough for a row: shapes alone size grids and workspace.
+//   - T / size + N slots are enough for a row (the units of T, where one sequence takes all of it): shapes alone size grids and workspace.
 // Slots between two sequences' may stay empty. With offsets of any content a unit that is found lies in [0, T), and its slot among the row's.
 #pragma once
 

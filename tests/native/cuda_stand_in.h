@@ -48,7 +48,7 @@ inline float __bfloat162float(__nv_bfloat16 x) { return float(x); }
 using cudaError_t = int;
 using cudaStream_t = void*;
 enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNoKernelImageForDevice = 209 };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributePreferredSharedMemoryCarveout };
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 inline int stand_in_sm_count = 132;

@@ -320,6 +320,8 @@ inline void store_bulk(void* to, uint32_t from, uint32_t bytes) { machine->start
 inline void store_bulk_wait() {
   if (planted != Fault::kStoresNotAwaited) machine->finish_stores();
 }
+inline void prefetch_global(const void*) {}
+inline void prefetch_map(const void*) {}
 inline void allow_next_kernel() {}
 inline void wait_for_previous_kernels() {}
 
