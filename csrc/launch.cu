@@ -7,8 +7,9 @@
 
 namespace jax_kda {
 
-cudaError_t baseline(const PrefillArgs& a, cudaStream_t stream);
-cudaError_t baseline_warp_engine(const PrefillArgs& a, cudaStream_t stream);
+cudaError_t baseline_m128(const PrefillArgs& a, cudaStream_t stream);
+cudaError_t baseline_m128_warp_engine(const PrefillArgs& a, cudaStream_t stream);
+cudaError_t baseline_m64(const PrefillArgs& a, cudaStream_t stream);
 cudaError_t segmented(const PrefillArgs& a, cudaStream_t stream);
 cudaError_t segmented_warp_engine(const PrefillArgs& a, cudaStream_t stream);
 int64_t segmented_workspace_bytes(const PrefillArgs& a);
@@ -29,8 +30,9 @@ cudaError_t prefill(Route route, const PrefillArgs& a, cudaStream_t stream) {
   // No sequence at all: every row lies outside.
   if (sequences == 0) return cudaMemsetAsync(a.o, 0, size_t(a.B) * a.T * a.HV * 128 * 2, stream);
   switch (route) {
-    case Route::kBaselineM128: return baseline(a, stream);
-    case Route::kBaselineM128WarpEngine: return baseline_warp_engine(a, stream);
+    case Route::kBaselineM128: return baseline_m128(a, stream);
+    case Route::kBaselineM128WarpEngine: return baseline_m128_warp_engine(a, stream);
+    case Route::kBaselineM64: return baseline_m64(a, stream);
     case Route::kSegmented: return segmented(a, stream);
     case Route::kSegmentedWarpEngine: return segmented_warp_engine(a, stream);
   }

@@ -20,6 +20,7 @@ enum class Route : int32_t {
   kBaselineM128 = 0,
   // The same with the recurrence that architectures without wgmma use (mma.sync), on any architecture: how that path is tested on Hopper.
   kBaselineM128WarpEngine = 1,
+  kBaselineM64 = 2,
   // Sequences cut into segments that all SMs work on at once: exact, whatever the gates. With the other engine likewise.
   kSegmented = 8,
   kSegmentedWarpEngine = 9,

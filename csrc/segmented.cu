@@ -1,6 +1,6 @@
 // The segmented route: every sequence is cut into segments of whole chunks, and all SMs work on all segments at once. Exact, whatever the gates.
 //
-//   1. packets   K1: a CTA a chunk; four of them share an SM. Packets to the workspace
+//   1. packets   K1, on all SMs. Packets to the workspace
 //   2. maps      K2's chain over each segment, from the zero state (Q) and from the identity with values of zero (P): the state behind the segment is
 //                P S + Q. The first segment of a sequence knows its S, so its Q is already that state; the last needs no map
 //   3. states    the maps folded along each sequence, 16 value rows a CTA
@@ -13,6 +13,7 @@
 #include "kernels/maps.cuh"
 #include "kernels/prepare_bounded.cuh"
 #include "kernels/prepare_unbounded.cuh"
+#include "kernels/recurrence.cuh"
 #include "kernels/segments.cuh"
 #include "kernels/task.cuh"
 #include "kernels/tensor_maps.cuh"
@@ -27,170 +28,177 @@ namespace {
 
 // ================================================================ 1. packets
 
+// Groups of K1, each of which prepares one chunk after the other; a CTA has as many as the call has chunks for, at most kGroups.
 template <bool kBounded, bool kGatesF32> struct PacketsLayout {
-  using Prepare = std::conditional_t<kBounded, PrepareBounded<kGatesF32>, PrepareUnbounded<kGatesF32>>;
-  static constexpr int kThreads = Prepare::kWarps * 32;
-  // What registers and shared memory allow (f32 gates need more of the latter).
-  static constexpr int kPerSM = kBounded ? (kGatesF32 ? 2 : 4) : (kGatesF32 ? 3 : 6);
-  static constexpr uint32_t kScratch = kGatesF32 ? stage::bytes(true) : stage::kValues;  // a stage without values
-  static constexpr uint32_t kBias = kScratch + Prepare::kScratchBytes;
-  static constexpr uint32_t kBytes = kBias + kHeadDim * 4;
-  // Between packet and values is room for where the rows lie, and for a barrier: the raw rows are there (those that the copy engine brings).
-  static constexpr uint32_t kRows = stage::kPacketBytes, kRaw = kRows + 24;
-  static_assert(kRaw + 8 <= stage::kValues);
-  static_assert(kPerSM * (kBytes + 1024) <= 233472, "more shared memory than an SM has");
+  using Prepare = std::conditional_t<kBounded, PrepareBounded<kGatesF32, GlobalPacket, 1>, PrepareUnbounded<kGatesF32, GlobalPacket>>;
+  // What registers and shared memory allow.
+  static constexpr int kGroups = kBounded ? 5 : 6, kGroupThreads = Prepare::kWarps * 32, kThreads = kGroups * kGroupThreads;
+  // Behind the groups' memory:
+  static constexpr uint32_t kBias = 0, kGate = kBias + kHeadDim * 4, kRaw = kGate + 8;
+  static constexpr uint32_t bytes(int groups) { return groups * (Prepare::kBytes + 8) + kRaw; }
+  static_assert(bytes(kGroups) <= 232448, "more shared memory than a CTA can have");
+  static_assert(2 * kGroups <= 15, "more groups than named barriers");
 };
 
-// Rows of this slot's 32 that lie before the first sequence or behind the last are zeros.
-template <int kThreads> KDA_DEVICE void zero_rows_outside(const PrefillArgs& a, int64_t row, int slot, int head, int thread) {
-  const int T = int(a.T), last = int(a.N) - 1;
-  const int begin = begin_of(a, row, 0), end = begin_of(a, row, last) + sequence_length(a.offsets + row * (a.N + 1), last, T);
-  auto* o = static_cast<uint16_t*>(a.o) + (row * a.T * a.HV + head) * kHeadDim;
-  for (int i = thread; i < kChunk * 16; i += kThreads)
-    if (const int token = slot * kChunk + (i >> 4); token < T && (token < begin || token >= end))
-      *reinterpret_cast<uint4*>(o + token * a.HV * kHeadDim + (i & 15) * 8) = make_uint4(0, 0, 0, 0);
-}
+struct PlannedChunk {
+  Rows rows;
+  int tokens;       // of the sequence; none where there is no more chunk
+  int chunk, slot;  // in the sequence, in the batch row
+  int index;        // in the order below
+};
 
 template <bool kBounded, bool kGatesF32>
-__global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, PacketsLayout<kBounded, kGatesF32>::kPerSM)
+__global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, 1)
     packets_kernel(const __grid_constant__ SegmentedArgs x, const __grid_constant__ TensorMaps maps) {
   using L = PacketsLayout<kBounded, kGatesF32>;
+  using Prepare = typename L::Prepare;
   extern __shared__ __align__(1024) uint8_t shared[];
   const PrefillArgs& a = x.a;
-  const uint32_t base = shared_address(shared);
-  const int thread = threadIdx.x, lane = thread & 31;
-  const int warp = __shfl_sync(0xffffffffu, thread >> 5, 0);
+  const int thread = threadIdx.x, lane = thread & 31, groups = blockDim.x / L::kGroupThreads;
+  const int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), group = warp / Prepare::kWarps, member = warp % Prepare::kWarps;
+  const uint32_t memory = shared_address(shared) + group * Prepare::kBytes, common = shared_address(shared) + groups * Prepare::kBytes;
+  const uint32_t raw = common + L::kRaw + 8 * group;
   allow_next_kernel();
 
-  // Of every segment the last chunk first: the first ones, which steps 2 and 4 begin with, are then the likelier to be still in the L2 cache.
-  const uint32_t over_heads = blockIdx.x / uint32_t(a.HV), head = blockIdx.x % uint32_t(a.HV);
-  const uint32_t in_segment = uint32_t(x.segment / kChunk), segments = (uint32_t(x.chunk_slots) + in_segment - 1) / in_segment;
-  const uint32_t row = over_heads / (segments * in_segment), place = over_heads % (segments * in_segment);
-  const int slot = int((place % segments) * in_segment + (in_segment - 1 - place / segments));
-  if (slot >= x.chunk_slots) return;
-  if (a.offsets) zero_rows_outside<L::kThreads>(a, row, slot, int(head), thread);
-  const Unit u = find_unit(a, row, slot, int(head), kChunk, lane);
-  const int chunk = slot - u.first;
-  if (!u.there || u.task.tokens == 0) return;
+  const int task = int(blockIdx.x) / x.packet_parts, part = int(blockIdx.x) % x.packet_parts;
+  const int head = task % int(a.HV), key_head = head / int(a.HV / a.H);
+  const int64_t row = task / int(a.HV);
+  const int in_segment = x.segment / kChunk, segments = (x.chunk_slots + in_segment - 1) / in_segment;
 
-  const bool by_engine = maps.usable && (chunk + 1) * kChunk <= u.task.tokens;
-  if (thread == 0) {
-    put_rows(base + L::kRows, a, u.task);
-    if (by_engine) {
-      barrier_init(base + L::kRaw, 1);
-      fence_async_shared();
-      copy_rows<kGatesF32, false>(maps, get_rows(base + L::kRows), base, chunk, base + L::kRaw);
+  // The group's next chunk from `index` on. Of every segment the last chunk comes first: the first ones, which steps 2 and 4 begin with, are then the
+  // likelier to be still in the L2 cache. Called by whole warps.
+  auto find = [&](int index) {
+    PlannedChunk p{};
+    p.rows.head = head, p.rows.key_head = key_head;
+    for (p.index = index; p.index < segments * in_segment; p.index += groups * x.packet_parts) {
+      p.slot = int(uint32_t(p.index) % uint32_t(segments)) * in_segment + in_segment - 1 - int(uint32_t(p.index) / uint32_t(segments));
+      if (p.slot >= x.chunk_slots) continue;
+      if (!a.offsets) {
+        p.rows.first_token = row * a.T, p.chunk = p.slot, p.tokens = int(a.T);
+        break;
+      }
+      const Unit u = find_unit(a, row, p.slot, head, kChunk, lane);
+      if (!u.there || u.task.tokens == 0) continue;
+      p.rows.first_token = row * a.T + u.task.begin, p.chunk = p.slot - u.first, p.tokens = u.task.tokens;
+      break;
     }
+    return p;
+  };
+  auto whole = [&](const PlannedChunk& p) { return maps.usable && (p.chunk + 1) * kChunk <= p.tokens; };
+  auto copy = [&](const PlannedChunk& p) {  // by one warp
+    if (whole(p) && lane == 0) copy_rows<Prepare>(maps, p.rows, memory, p.chunk, raw);
+  };
+  auto fetch_beta = [&](const PlannedChunk& p) {
+    const int token = p.chunk * kChunk + lane;
+    return token < p.tokens ? load_raw_beta(a, p.rows, token) : 0u;
+  };
+  PlannedChunk now = find(group * x.packet_parts + part);
+  if (member == 0) {
+    if (lane == 0) barrier_init(raw, 1);
+    fence_async_shared();
+    sync_warp();
+    copy(now);
   }
-  const int64_t gate_head = (a.gate_rows > 1 ? u.task.row : 0) * a.HV + head;
+  uint32_t raw_beta = fetch_beta(now);
+  const int64_t gate_head = (a.gate_rows > 1 ? row : 0) * a.HV + head;
   const GateConstants gate = gate_constants<kBounded>(a.gate, a.a_log ? a.a_log[gate_head] : 0.f, a.lower_bound);
-  for (int i = thread; i < kHeadDim; i += L::kThreads)
-    store_shared(base + L::kBias + i * 4, (a.dt_bias ? a.dt_bias[gate_head * kHeadDim + i] : 0.f) * gate.slope);
-  __syncthreads();
-  const Rows rows = get_rows(base + L::kRows);
-  const int token = chunk * kChunk + lane;
-  const float beta =
-      token < u.task.tokens ? write_strength(beta_value(load_raw_beta(a, rows, token), a.beta_dtype), a.beta_mode) : 0.f;
-  if (by_engine) {
-    barrier_wait(base + L::kRaw, 0);
-  } else {
-    load_rows<kBounded, kGatesF32, L::kThreads, false>(a, base + L::kRows, base, chunk, u.task.tokens, thread);
-    copies_wait_all();
-    __syncthreads();
+  for (int i = thread; i < kHeadDim; i += blockDim.x)
+    store_shared(common + L::kBias + i * 4, (a.dt_bias ? a.dt_bias[gate_head * kHeadDim + i] : 0.f) * gate.slope);
+  if (thread == 0) store_shared2(common + L::kGate, gate.slope, gate.height);
+  if (a.offsets) {
+    const int last = int(a.N) - 1, threads = x.packet_parts * int(blockDim.x), first = part * int(blockDim.x) + thread;
+    zero_rows(a, row, head, 0, begin_of(a, row, 0), first, threads);
+    zero_rows(a, row, head, begin_of(a, row, last) + sequence_length(a.offsets + row * (a.N + 1), last, int(a.T)), int(a.T), first, threads);
   }
-  const PrepareContext context = {gate, a.scale, a.l2norm, base + L::kBias, base + L::kScratch, 1, 2, warp, lane};
-  L::Prepare::run(context, base, u.task.tokens - chunk * kChunk, beta, 0, [] {});
-  fence_async_shared();
   __syncthreads();
-  if (thread == 0) {
-    store_bulk(const_cast<char*>(packet_at(x, u.task, slot)), base, stage::kPacketBytes);
-    store_bulk_wait();
+
+  const PrepareContext context = {a.gate, common + L::kGate, a.scale, a.l2norm, common + L::kBias, memory, 1 + group, 1 + L::kGroups + group, member, lane};
+  char* const packets = x.packets + task * int64_t(x.chunk_slots) * stage::kPacketBytes;
+  int brought = 0;  // by the copy engine
+#pragma unroll 1
+  for (int turn = 0; now.tokens > 0; ++turn) {
+    const float beta = now.chunk * kChunk + lane < now.tokens ? write_strength(beta_value(raw_beta, a.beta_dtype), a.beta_mode) : 0.f;
+    if (whole(now)) {
+      barrier_wait(raw, brought++ & 1);
+    } else {
+      sync_group(context.barrier, L::kGroupThreads);  // nobody reads the previous rows any more
+      load_rows<Prepare>(a, now.rows, memory, now.chunk, now.tokens, member * 32 + lane);
+      copies_wait_all();
+      sync_group(context.barrier, L::kGroupThreads);
+    }
+    Prepare::run(
+        context, now.tokens - now.chunk * kChunk, beta, turn, [&] { return GlobalPacket{packets + now.slot * int64_t(stage::kPacketBytes)}; },
+        [&] { copy(find(now.index + groups * x.packet_parts)); });
+    now = find(now.index + groups * x.packet_parts);
+    raw_beta = fetch_beta(now);
   }
 }
 
 // ================================================================ 2. and 4., which read packets
 
-// Of a kernel whose CTAs hold 64 kRowGroups state rows in as many warpgroups; the warp behind them loads.
+// Of a kernel whose CTAs hold 64 kRowGroups state rows in as many warpgroups; the warp behind them loads packets, and each of theirs its values.
 template <int kRowGroups, bool kOutputs> struct ReaderLayout {
   static constexpr int kWarps = kRowGroups * 4, kThreads = kWarps * 32 + 32, kPerSM = kRowGroups == 1 ? 2 : 1;
   static constexpr int kParts = 2 / kRowGroups;  // CTAs for all value rows
-  static constexpr int kStages = kRowGroups == 1 ? 3 : 5;
-  static constexpr uint32_t kStageBytes = stage::kValues + kRowGroups * kPanel;  // a packet and the CTA's values
-  static constexpr uint32_t kStaging = kStages * kStageBytes;
-  static constexpr uint32_t kOnes = kStaging + (kOutputs ? kWarps * 1024 : 0);
+  static constexpr int kStages = kRowGroups == 1 ? 3 : kOutputs ? 6 : 7;
+  static constexpr uint32_t kStageBytes = stage::kBytes;
+  static constexpr uint32_t kValues = kStages * kStageBytes;
+  static constexpr uint32_t kOnes = kValues + (kOutputs ? kWarps * kStages * 1024 : 0);
   static constexpr uint32_t kUnit = kOnes + kHeadDim * 4;
-  static constexpr uint32_t kFull = kUnit + (kOutputs ? 0 : kUnitBytes);
+  static constexpr uint32_t kState = kUnit + (kOutputs ? 0 : kUnitBytes);  // address of the final state, or null
+  static constexpr uint32_t kFull = kState + 8;
   static constexpr uint32_t kEmpty = kFull + kStages * 8;
   static constexpr uint32_t kBytes = kEmpty + kStages * 8;
   static_assert(kPerSM * (kBytes + 1024) <= 233472, "more shared memory than an SM has");
+  static KDA_DEVICE void release(uint32_t shared, uint32_t slot, uint32_t /*round*/) { barrier_arrive(shared + kEmpty + 8 * slot); }
 };
+
+KDA_DEVICE void put_state_at(uint32_t where, char* state) {
+  const auto x = reinterpret_cast<uint64_t>(state);
+  store_shared2(where, from_bits(uint32_t(x)), from_bits(uint32_t(x >> 32)));
+}
+KDA_DEVICE char* get_state_at(uint32_t where) {
+  const float2 x = load_shared2(where);
+  return reinterpret_cast<char*>(uint64_t(bits(x.y)) << 32 | bits(x.x));
+}
 
 template <class L> KDA_DEVICE void start_reader(uint32_t base, int thread) {
   for (int i = thread; i < kHeadDim; i += L::kThreads) store_shared(base + L::kOnes + i * 4, 1.f);
-  for (int i = thread; i < int(L::kFull - L::kUnit) / 4; i += L::kThreads) store_shared(base + L::kUnit + i * 4, i == kHeadDim ? 1.f : 0.f);
+  for (int i = thread; i < int(L::kState - L::kUnit) / 4; i += L::kThreads) store_shared(base + L::kUnit + i * 4, i == kHeadDim ? 1.f : 0.f);
   if (thread == 0)
     for (int s = 0; s < L::kStages; ++s) barrier_init(base + L::kFull + 8 * s, 1), barrier_init(base + L::kEmpty + 8 * s, L::kWarps);
   fence_async_shared();
   __syncthreads();
 }
 
-// A warp's copy of a chunk's values, of kPanels panels of 64 channels; rows past the end of the sequence become zeros and are not read.
-template <int kPanels>
-KDA_DEVICE void load_values(const PrefillArgs& a, const Rows& k, uint32_t to, int first_panel, int chunk, int tokens, int lane) {
-  const char* from = static_cast<const char*>(a.v) + ((k.first_token + chunk * kChunk) * a.HV + k.head) * (kHeadDim * 2) + first_panel * 128;
-  const int64_t step = a.HV * (kHeadDim * 2);
-  for (int i = lane; i < kChunk * 8 * kPanels; i += 32) {
-    const int row = i / (8 * kPanels), panel = i / 8 % kPanels, unit = i % 8;
-    copy16_or_zero<false>(to + panel * kPanel + panel_unit(row, unit), from + row * step + panel * 128 + unit * 16, chunk * kChunk + row < tokens);
-  }
-}
-
 // Inputs do not wait for earlier kernels: the values of the first chunks come to the L2 cache meanwhile. The loading warp.
-template <int kPanels>
-KDA_DEVICE void prefetch_values(const PrefillArgs& a, const TensorMaps& maps, const Task& task, int first_panel, int first_chunk, int chunks, int lane) {
+template <int kRowGroups> KDA_DEVICE void prefetch_values(const PrefillArgs& a, const Task& task, int group_row, int first_chunk, int chunks, int lane) {
   constexpr int kMost = 8;
-  if (maps.usable && lane == 0) prefetch_map(&maps.v);
   const int token = first_chunk * kChunk + lane;
-  const char* from = static_cast<const char*>(a.v) +
-                     ((task.row * a.T + task.begin + token) * a.HV + task.head) * (kHeadDim * 2) + first_panel * 128;
+  const char* from = static_cast<const char*>(a.v) + (first_row(a, task, a.HV, task.head, kHeadDim) + token * a.HV * kHeadDim + group_row) * 2;
   for (int i = 0; i < chunks && i < kMost && token + i * kChunk < task.tokens; ++i)
-    for (int p = 0; p < kPanels; ++p) prefetch_global(from + i * kChunk * a.HV * (kHeadDim * 2) + p * 128);
+    for (int p = 0; p < kRowGroups; ++p) prefetch_global(from + i * kChunk * a.HV * (kHeadDim * 2) + p * 128);
 }
 
-// The loading warp: chunks [first_chunk, first_chunk + chunks) of the task, with the values of the CTA's rows unless there are none.
-template <class L, int kPanels, bool kWithValues, bool kWholePackets>
-KDA_DEVICE void read_packets(const SegmentedArgs& x, const TensorMaps& maps, const Task& task, int first_panel, int first_chunk, int chunks,
-                             uint32_t base, int lane) {
-  const Rows rows = {task.row * x.a.T + task.begin, task.head, task.key_head};
+// The loading warp: the packets of chunks [first_chunk, first_chunk + chunks) of the task.
+template <class L, bool kWholePackets>
+KDA_DEVICE void read_packets(const SegmentedArgs& x, const Task& task, int first_chunk, int chunks, uint32_t base, int lane) {
+  if (lane != 0) return;
   const char* packet = packet_at(x, task, first_slot(task, x.a.N, kChunk) + first_chunk);
-  constexpr uint32_t kValueBytes = kWithValues ? kPanels * kPanel : 0;
-  constexpr uint32_t kPacket = kWholePackets ? stage::kPacketBytes
-                                             : 2 * kPanel + (stage::kM - stage::kKr) + (stage::kPacketBytes - stage::kDecay);
+  constexpr uint32_t kBytes = kWholePackets ? stage::kPacketBytes : 2 * kPanel + (stage::kM - stage::kKr) + (stage::kPacketBytes - stage::kDecay);
   uint32_t slot = 0, parity = 1;
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i, packet += stage::kPacketBytes) {
-    const int chunk = first_chunk + i;
     const uint32_t stage = base + slot * L::kStageBytes, full = base + L::kFull + 8 * slot;
-    const bool by_engine = maps.usable && (chunk + 1) * kChunk <= task.tokens;
     if (i >= L::kStages) barrier_wait(base + L::kEmpty + 8 * slot, parity);
-    if (kWithValues && !by_engine) {
-      load_values<kPanels>(x.a, rows, stage + stage::kValues, first_panel, chunk, task.tokens, lane);
-      copies_wait_all();
-      sync_warp();
-    }
-    if (lane == 0) {
-      barrier_expect(full, kPacket + (by_engine ? kValueBytes : 0));
-      if constexpr (kWholePackets) {
-        copy_bulk(stage, packet, stage::kPacketBytes, full);
-      } else {  // neither Qd nor M
+    barrier_expect(full, kBytes);
+    if constexpr (kWholePackets) {
+      copy_bulk(stage, packet, stage::kPacketBytes, full);
+    } else {  // neither Qd nor M
 #pragma unroll
-        for (int p = 0; p < 2; ++p) copy_bulk(stage + p * stage::kKeyQueryPanel, packet + p * stage::kKeyQueryPanel, kPanel, full);
-        copy_bulk(stage + stage::kKr, packet + stage::kKr, stage::kM - stage::kKr, full);
-        copy_bulk(stage + stage::kDecay, packet + stage::kDecay, stage::kPacketBytes - stage::kDecay, full);
-      }
-      if (kWithValues && by_engine)
-        for (int p = 0; p < kPanels; ++p)
-          copy_tensor(stage + stage::kValues + p * kPanel, &maps.v, 64 * (first_panel + p), rows.head, int(rows.first_token) + chunk * kChunk, full);
+      for (int p = 0; p < 2; ++p) copy_bulk(stage + p * stage::kKeyQueryPanel, packet + p * stage::kKeyQueryPanel, kPanel, full);
+      copy_bulk(stage + stage::kKr, packet + stage::kKr, stage::kM - stage::kKr, full);
+      copy_bulk(stage + stage::kDecay, packet + stage::kDecay, stage::kPacketBytes - stage::kDecay, full);
     }
     if (++slot == L::kStages) slot = 0, parity ^= 1;
   }
@@ -203,7 +211,7 @@ KDA_DEVICE const char* stored_state(const void* states, DType dtype, const Prefi
 
 template <class Engine, int kRowGroups>
 __global__ void __launch_bounds__(ReaderLayout<kRowGroups, false>::kThreads, ReaderLayout<kRowGroups, false>::kPerSM)
-    maps_kernel(const __grid_constant__ SegmentedArgs x, const __grid_constant__ TensorMaps maps) {
+    maps_kernel(const __grid_constant__ SegmentedArgs x) {
   using L = ReaderLayout<kRowGroups, false>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const PrefillArgs& a = x.a;
@@ -220,20 +228,14 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, false>::kThreads, Rea
   const int segment = u.slot - u.first, group_row = int(part % L::kParts) * 64;
   const bool needed = u.there && (segment + 1) * x.segment < u.task.tokens && (of_zero || segment > 0);
   if (needed) {
-    if (!of_zero)  // values of zero for the rows of the identity
-      for (int i = thread; i < L::kStages * kRowGroups * kPanel / 16; i += L::kThreads) {
-        constexpr int kUnits = kRowGroups * kPanel / 16;
-        store_shared4(base + i / kUnits * L::kStageBytes + stage::kValues + i % kUnits * 16, {0.f, 0.f, 0.f, 0.f});
-      }
-    if (of_zero && warp == L::kWarps) prefetch_values<kRowGroups>(a, maps, u.task, group_row / 64, segment * chunks, chunks, lane);
+    if (of_zero && warp == L::kWarps) prefetch_values<kRowGroups>(a, u.task, group_row, segment * chunks, chunks, lane);
     start_reader<L>(base, thread);
   }
   wait_for_previous_kernels();
   if (!needed) return;
 
   if (warp == L::kWarps) {
-    if (of_zero) read_packets<L, kRowGroups, true, false>(x, maps, u.task, group_row / 64, segment * chunks, chunks, base, lane);
-    else read_packets<L, kRowGroups, false, false>(x, maps, u.task, group_row / 64, segment * chunks, chunks, base, lane);
+    read_packets<L, false>(x, u.task, segment * chunks, chunks, base, lane);
     return;
   }
   State st;
@@ -241,14 +243,16 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, false>::kThreads, Rea
     load_state(st, segment == 0 ? stored_state(a.initial_state, a.state_in_dtype, a, u.task) : nullptr, a.state_in_dtype, a.state_v_first,
                group_row + warp * 16, lane);
   else unit_state(st, base + L::kUnit, group_row + warp * 16, lane);
-  chain<Engine, L>({base, warp * 16, lane, chunks}, st);
+  const auto* v = static_cast<const uint16_t*>(a.v) + first_row(a, u.task, a.HV, u.task.head, kHeadDim) +
+                  int64_t(segment) * x.segment * a.HV * kHeadDim + group_row + warp * 16;
+  chain<Engine, L>({base, warp, lane, v, int(a.HV) * kHeadDim, chunks, of_zero}, st);
   if (of_zero) store_slice(st, state_at(x, u.task, u.slot) + (group_row / 16 + warp) * kSliceBytes, lane);
   else store_map(st, map_at(x, u.task, u.slot), group_row + warp * 16, lane);
 }
 
 template <class Engine, int kRowGroups>
 __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, ReaderLayout<kRowGroups, true>::kPerSM)
-    outputs_kernel(const __grid_constant__ SegmentedArgs x, const __grid_constant__ TensorMaps maps) {
+    outputs_kernel(const __grid_constant__ SegmentedArgs x) {
   using L = ReaderLayout<kRowGroups, true>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const PrefillArgs& a = x.a;
@@ -265,7 +269,8 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, Read
   const int first = segment * x.segment, left = u.task.tokens - first, tokens = left < x.segment ? left : x.segment;
   const int chunks = (tokens + kChunk - 1) / kChunk;
   if (u.there) {
-    if (warp == L::kWarps) prefetch_values<kRowGroups>(a, maps, u.task, group_row / 64, first / kChunk, chunks, lane);
+    if (warp == L::kWarps) prefetch_values<kRowGroups>(a, u.task, group_row, first / kChunk, chunks, lane);
+    if (thread == 0) put_state_at(base + L::kState, left <= x.segment ? to : nullptr);
     start_reader<L>(base, thread);
   }
   wait_for_previous_kernels();
@@ -276,17 +281,19 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, Read
   }
 
   if (warp == L::kWarps) {
-    read_packets<L, kRowGroups, true, true>(x, maps, u.task, group_row / 64, first / kChunk, chunks, base, lane);
+    read_packets<L, true>(x, u.task, first / kChunk, chunks, base, lane);
     return;
   }
+  // Formed anew behind the loop, which is short of registers.
+  auto value_row = [&] { return (int(opaque(part)) * L::kWarps + int(opaque(threadIdx.x)) / 32) * 16; };
   State st;
-  const int value_row = group_row + warp * 16;
-  if (segment == 0) load_state(st, from, a.state_in_dtype, a.state_v_first, value_row, lane);
-  else load_slice(st, state_at(x, u.task, u.slot - 1) + value_row / 16 * kSliceBytes, lane);
-  const RecurrenceContext context = {base, warp, warp * 16, lane,
-                                     static_cast<uint16_t*>(a.o) + first_row(a, u.task, a.HV, u.task.head, kHeadDim) + first * a.HV * kHeadDim + value_row, int(a.HV) * kHeadDim, tokens};
+  if (segment == 0) load_state(st, from, a.state_in_dtype, a.state_v_first, value_row(), lane);
+  else load_slice(st, state_at(x, u.task, u.slot - 1) + value_row() / 16 * kSliceBytes, lane);
+  auto* o = static_cast<uint16_t*>(a.o) + first_row(a, u.task, a.HV, u.task.head, kHeadDim) + first * a.HV * kHeadDim + value_row();
+  const int64_t values = static_cast<const char*>(a.v) - static_cast<const char*>(a.o);
+  const RecurrenceContext context = {base, warp, lane, o, values, int(a.HV) * kHeadDim, tokens};
   recur<Engine, L>(context, st);
-  if (to && left <= x.segment) store_state(st, to, a.state_out_dtype, a.state_v_first, value_row, lane);
+  if (const auto final_state = get_state_at(base + L::kState)) store_state(st, final_state, a.state_out_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
 }
 
 // ================================================================ 3. states
@@ -317,6 +324,8 @@ __global__ void __launch_bounds__(FoldLayout::kThreads, 1) states_kernel(const _
 
 // ================================================================ launches
 
+constexpr double kPacketsFill = 6000., kPacketsChunk = 2600.;  // cycles of a CTA of step 1, and of each of its chunks
+
 int sm_count() {
   int device = 0, count = 0;
   if (cudaGetDevice(&device) != cudaSuccess || cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) return 132;
@@ -342,13 +351,20 @@ SegmentedArgs plan(const PrefillArgs& a, int64_t* bytes) {
 
 template <class Engine, bool kBounded, bool kGatesF32> cudaError_t launch_segmented(const PrefillArgs& a, cudaStream_t stream) {
   int64_t bytes;
-  const SegmentedArgs x = plan(a, &bytes);
-  TensorMaps maps;
-  if (cudaError_t e = make_tensor_maps(a, maps); e != cudaSuccess) return e;
+  SegmentedArgs x = plan(a, &bytes);
   using P = PacketsLayout<kBounded, kGatesF32>;
-  const int64_t heads = a.B * a.HV, in_segment = x.segment / kChunk, segments = heads * x.segment_slots;
-  const int64_t chunks = (x.chunk_slots + in_segment - 1) / in_segment * in_segment;
-  if (cudaError_t e = launch_kernel<packets_kernel<kBounded, kGatesF32>>(true, heads * chunks, P::kThreads, P::kBytes, stream, x, maps); e != cudaSuccess)
+  const int64_t tasks = a.B * a.HV, segments = tasks * x.segment_slots;
+  // Parts of a task: so many that the SMs get through all CTAs the soonest.
+  double least = INFINITY;
+  for (int64_t parts = 1; parts <= x.chunk_slots && parts <= 2 * sm_count(); ++parts) {
+    const double cycles = double((tasks * parts + sm_count() - 1) / sm_count()) * (kPacketsFill + kPacketsChunk * double((x.chunk_slots + parts - 1) / parts));
+    if (cycles < least) least = cycles, x.packet_parts = int(parts);
+  }
+  const int groups = int(std::min<int64_t>((x.chunk_slots + x.packet_parts - 1) / x.packet_parts, P::kGroups));
+  constexpr auto packets = packets_kernel<kBounded, kGatesF32>;
+  if (cudaError_t e = allow_shared_memory<packets>(P::bytes(P::kGroups)); e != cudaSuccess) return e;
+  if (cudaError_t e = launch_kernel<packets>(true, tasks * x.packet_parts, groups * P::kGroupThreads, P::bytes(groups), stream, x, make_tensor_maps(a));
+      e != cudaSuccess)
     return e;
   // A CTA of 64 rows is the faster one, of 128 the thriftier: it loads a packet once for both halves.
   auto launch_reader = [&](auto one, auto two, int64_t parts) {  // parts: of 128 rows
@@ -359,11 +375,11 @@ template <class Engine, bool kBounded, bool kGatesF32> cudaError_t launch_segmen
     const cudaError_t e = launch_reader(
         [&](int64_t blocks) {
           using L = ReaderLayout<1, false>;
-          return launch_kernel<maps_kernel<Engine, 1>>(false, blocks, L::kThreads, L::kBytes, stream, x, maps);
+          return launch_kernel<maps_kernel<Engine, 1>>(false, blocks, L::kThreads, L::kBytes, stream, x);
         },
         [&](int64_t blocks) {
           using L = ReaderLayout<2, false>;
-          return launch_kernel<maps_kernel<Engine, 2>>(false, blocks, L::kThreads, L::kBytes, stream, x, maps);
+          return launch_kernel<maps_kernel<Engine, 2>>(false, blocks, L::kThreads, L::kBytes, stream, x);
         },
         2);
     if (e != cudaSuccess) return e;
@@ -376,11 +392,11 @@ template <class Engine, bool kBounded, bool kGatesF32> cudaError_t launch_segmen
   return launch_reader(
       [&](int64_t blocks) {
         using L = ReaderLayout<1, true>;
-        return launch_kernel<outputs_kernel<Engine, 1>>(false, blocks, L::kThreads, L::kBytes, stream, x, maps);
+        return launch_kernel<outputs_kernel<Engine, 1>>(false, blocks, L::kThreads, L::kBytes, stream, x);
       },
       [&](int64_t blocks) {
         using L = ReaderLayout<2, true>;
-        return launch_kernel<outputs_kernel<Engine, 2>>(false, blocks, L::kThreads, L::kBytes, stream, x, maps);
+        return launch_kernel<outputs_kernel<Engine, 2>>(false, blocks, L::kThreads, L::kBytes, stream, x);
       },
       1);
 }

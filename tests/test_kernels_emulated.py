@@ -36,7 +36,6 @@ FAULTS = {
     "tail-stored": ("recurrence", "o is written at token"),
     "nan-dropped": ("calls", "NaN gate is lost"),
     "half-inverse": ("inverse", "large"),
-    "stores-not-awaited": ("segmented", "ends before its copies"),
     "early-publish": ("recurrence", "race|nobody wrote"),
 }
 

@@ -6,7 +6,8 @@
 //   St = St diag(a) + u^T Kr
 //
 // Order of one turn of the loop:
-//   wait p(c) -> issue u(c) -> fetch V(c+1) -> wait u -> issue St halves -> round St half by half, issuing p(c+1) -> stage c free, St *= a(c+1)
+//   wait p(c) -> issue u(c) -> fetch V(c+1) -> wait u -> issue St halves -> round St half by half, issuing p(c+1) -> stage c free, St *= a(c+1),
+//   copy the values of a later chunk
 #pragma once
 
 #include <cstdint>
@@ -20,17 +21,25 @@
 namespace jax_kda {
 
 struct ChainContext {
-  uint32_t shared;  // address of the CTA's shared memory
-  int value_row;    // of the CTA's value rows in a stage: the warp's first
+  uint32_t shared;       // address of the CTA's shared memory
+  int warp;              // of those that hold rows
   int lane;
-  int chunks;       // at least one, all whole
+  const uint16_t* v;     // bf16, first token, the warp's first value channel
+  int stride;            // elements from token to token
+  int chunks;            // at least one, all whole
+  bool with_values;      // or zeros in their place
 };
 
-// Pipe as for recur, without kStaging.
+// Pipe as for recur, without kValues: the values lie where the stages leave room for Qd.
 template <class Engine, class Pipe> KDA_DEVICE void chain(const ChainContext& c, State& st) {
   const int lane = c.lane;
   const int r = lane & 7, i0 = (lane >> 3) & 1, i1 = lane >> 4, t = lane & 3;
-  const uint32_t values = stage::kValues + (c.value_row >> 6) * kPanel + panel_unit(i1 * 8 + r, ((c.value_row >> 3) & 7) + i0);
+  // As in recurrence.cuh. The values of a chunk and warp take 1 KB.
+  static_assert(kPanel == 4 * 1024 && stage::kQueryRows == kPanel);
+  const uint32_t values = stage::kKeyQuery + (c.warp >> 2) * stage::kKeyQueryPanel + stage::kQueryRows + (c.warp & 3) * 1024;
+  const uint32_t tiles = values + (i1 * 8 + r) * 32 + ((i0 ^ ((r >> 2) & 1)) << 4);
+  const uint32_t unit = values + (lane >> 1) * 32 + (((lane & 1) ^ ((lane >> 3) & 1)) << 4);
+  const uint16_t* v_row = c.v + int64_t(lane >> 1) * c.stride + (lane & 1) * 8;
   float p[16], u[16];
   uint32_t rounded[8][4], r_operand[2][4], u_operand[2][4], v[2][4];
 #pragma unroll
@@ -44,9 +53,16 @@ template <class Engine, class Pipe> KDA_DEVICE void chain(const ChainContext& c,
         for (int e = 0; e < 4; ++e) rounded[k][e] = pack_bf16(st[k * 8 + e * 2], st[k * 8 + e * 2 + 1]);
       }
   };
+  int left = c.with_values ? c.chunks : 0;  // chunks whose values are still to be copied
+  auto copy_values = [&](uint32_t stage) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) copy16_or_zero(stage + unit + i * 512, v_row + int64_t(i * 16) * c.stride, left > 0);
+    copies_commit();
+    v_row += kChunk * c.stride, --left;
+  };
   auto fetch_values = [&](uint32_t stage) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) load_tiles_transposed(v[i], stage + values + i * 2048);
+    for (int i = 0; i < 2; ++i) load_tiles_transposed(v[i], stage + tiles + i * 512);
   };
   auto start_p = [&]() {
 #pragma unroll
@@ -74,8 +90,12 @@ template <class Engine, class Pipe> KDA_DEVICE void chain(const ChainContext& c,
 
   uint32_t slot = 0, parity = 0;  // of this chunk
   uint32_t stage = c.shared;
-  barrier_wait(c.shared + Pipe::kFull, 0);
+#pragma unroll 1
+  for (int i = 0; i < Pipe::kStages; ++i) copy_values(c.shared + i * Pipe::kStageBytes);
+  copies_wait<Pipe::kStages - 1>();
+  sync_warp();
   fetch_values(stage);
+  barrier_wait(c.shared + Pipe::kFull, 0);
   start_p();
   round_state(0, 8);
   issue_p(stage, 0, 8);
@@ -100,8 +120,10 @@ template <class Engine, class Pipe> KDA_DEVICE void chain(const ChainContext& c,
     Engine::begin();
     Engine::square(u, r_operand, stage, stage::kA, false, lane);
     Engine::commit();
-    if (more) barrier_wait(c.shared + Pipe::kFull + 8 * next_slot, parity ^ wrap);
+    copies_wait<Pipe::kStages - 2>();
+    sync_warp();
     fetch_values(next);
+    if (more) barrier_wait(c.shared + Pipe::kFull + 8 * next_slot, parity ^ wrap);
     Engine::template wait<0>();
     pin(u);
 #pragma unroll
@@ -125,14 +147,16 @@ template <class Engine, class Pipe> KDA_DEVICE void chain(const ChainContext& c,
 
     // p(c + 1) is in flight (behind the last chunk: on the same stage, its result unused)
     sync_warp();
-    if (lane == 0 && more) barrier_arrive(c.shared + Pipe::kEmpty + 8 * slot);
+    if (lane == 0 && more) Pipe::release(c.shared, slot, parity);
     decay(more ? next + stage::kDecay : c.shared + Pipe::kOnes);
+    copy_values(stage);
     stage = next;
     slot = next_slot;
     parity ^= wrap;
   }
   Engine::template wait<0>();
   pin(p);
+  copies_wait_all();
 }
 
 }  // namespace jax_kda

@@ -1,18 +1,16 @@
-// The packet: everything K2 needs of one chunk, in the layout that its matrix products read.
+// The packet: everything K2 needs of one chunk besides the values, in the layout that its matrix products read. K1 writes it to a stage of
+// shared memory, or to a slot of global memory from which it is copied to a stage as it stands.
 //
-// A stage of shared memory first receives the raw rows of a chunk (k, q, gates, values); K1 then turns it into the packet *in place*:
+//   offset     contents
+//   kKeyQuery  -Kd above Qd: [2 panels][64 rows][64] bf16, 128-byte swizzle
+//   kKr        Kr: [2 panels][32 rows][64] bf16, 128-byte swizzle
+//   kA         (I + L)^-1, its diagonal exactly one: [32][32] bf16, 64-byte swizzle
+//   kM         M: the same
+//   kDecay     a = exp(G_C): [128] f32, columns in the order of decay_slot
+//   kBeta      beta: [32] f32 (beside A, not in it: rounded to bf16 it would bias every write)
 //
-//   offset     raw rows                              packet
-//   kKeyQuery  k and q, two 64-channel panels        -Kd above Qd: [2 panels][64 rows][64] bf16, 128-byte swizzle
-//   kKr        gates (bf16), two panels              Kr: [2 panels][32 rows][64] bf16, 128-byte swizzle
-//   kA         -                                     (I + L)^-1, its diagonal exactly one: [32][32] bf16, 64-byte swizzle
-//   kM         -                                     M: the same
-//   kDecay     -                                     a = exp(G_C): [128] f32, columns in the order of decay_slot
-//   kBeta      -                                     beta: [32] f32 (beside A, not in it: rounded to bf16 it would bias every write)
-//   kValues    v, two 64-channel panels              the same: [2 panels][32 rows][64] bf16, 128-byte swizzle
-//   kGatesF32  gates (f32), four 32-channel panels   -            (only where the gates are f32)
-//
-// A swizzle of 128 (64) bytes XORs the index of a 16-byte unit within its row with bits 7..9 (7..8) of the byte offset.
+// A panel is 64 channels wide. A swizzle of 128 (64) bytes XORs the index of a 16-byte unit within its row with bits 7..9 (7..8) of the byte
+// offset.
 #pragma once
 
 #include <cstdint>
@@ -35,9 +33,7 @@ constexpr uint32_t kM = kA + kChunk * kChunk * 2;
 constexpr uint32_t kDecay = kM + kChunk * kChunk * 2;
 constexpr uint32_t kBeta = kDecay + kHeadDim * 4;
 constexpr uint32_t kPacketBytes = kBeta + kChunk * 4;
-constexpr uint32_t kValues = (kPacketBytes + 1023) / 1024 * 1024;
-constexpr uint32_t kGatesF32 = kValues + 2 * kPanel;
-constexpr uint32_t bytes(bool gates_f32) { return kGatesF32 + (gates_f32 ? 4 * kPanel : 0); }
+constexpr uint32_t kBytes = (kPacketBytes + 1023) / 1024 * 1024;
 }  // namespace stage
 
 // Byte offset of 16-byte unit `unit` (0..7) of row `row` in a panel with 128-byte rows.
@@ -46,5 +42,30 @@ KDA_DEVICE constexpr uint32_t panel_unit(uint32_t row, uint32_t unit) { return r
 KDA_DEVICE constexpr uint32_t square_unit(uint32_t row, uint32_t unit) { return row * 64 + ((unit ^ ((row >> 1) & 3)) << 4); }
 // Where the decay of 16 s + 8 n + 2 t + e (the columns of a fragment) stands: a lane finds its four in one 16-byte load.
 KDA_DEVICE constexpr uint32_t decay_slot(uint32_t slice, uint32_t t) { return slice * 64 + t * 16; }
+
+// Where K1 writes a packet. at(tile, row) gives the offset of a row of one of four 8 x 8 tiles in fragment layout.
+struct SharedPacket {
+  static constexpr bool kReadable = true;  // K1 may read back what it has written
+  uint32_t base;
+  KDA_DEVICE void word(uint32_t offset, uint32_t x) const { store_shared_word(base + offset, x); }
+  KDA_DEVICE void two(uint32_t offset, float x, float y) const { store_shared2(base + offset, x, y); }
+  KDA_DEVICE void four(uint32_t offset, float4 x) const { store_shared4(base + offset, x); }
+  template <class At> KDA_DEVICE void tiles(int lane, At at, uint32_t t0, uint32_t t1, uint32_t t2, uint32_t t3) const {
+    store_tiles(base + at(lane >> 3, lane & 7), t0, t1, t2, t3);
+  }
+};
+// In global memory, as ordinary stores: for packets that other CTAs will fetch.
+struct GlobalPacket {
+  static constexpr bool kReadable = false;
+  char* base;
+  KDA_DEVICE void word(uint32_t offset, uint32_t x) const { store_global(base + offset, x); }
+  KDA_DEVICE void two(uint32_t offset, float x, float y) const { store_global2(base + offset, x, y); }
+  KDA_DEVICE void four(uint32_t offset, float4 x) const { store_global16_if(true, base + offset, x); }
+  template <class At> KDA_DEVICE void tiles(int lane, At at, uint32_t t0, uint32_t t1, uint32_t t2, uint32_t t3) const {
+    const uint32_t t[4] = {t0, t1, t2, t3};
+#pragma unroll
+    for (int m = 0; m < 4; ++m) store_global(base + at(m, lane >> 2) + (lane & 3) * 4, t[m]);
+  }
+};
 
 }  // namespace jax_kda

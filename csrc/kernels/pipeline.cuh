@@ -1,4 +1,4 @@
-// Barriers, asynchronous copies and register hand-over between the warps of a CTA.
+// Barriers, asynchronous copies and register hand-over between the warps of a CTA, and between the CTAs of a cluster.
 //
 // Every wait is bounded: a kernel that polls more than kWaitLimit times has lost a partner, and traps instead of hanging the GPU.
 //
@@ -44,23 +44,14 @@ KDA_DEVICE void copy_tensor(uint32_t to, const void* map, int x, int y, int z, u
   cuda::ptx::cp_async_bulk_tensor(cuda::ptx::space_cluster, cuda::ptx::space_global, __cvta_shared_to_generic(to), map, at, barrier_pointer(barrier));
 }
 
-// Contiguous bytes between global and shared memory (both 16-byte aligned, a multiple of 16), by one thread. The barrier is told when those to shared
-// memory are there; of those to global memory, store_bulk_wait says when their source has been read.
+// Contiguous bytes from global to shared memory (both 16-byte aligned, a multiple of 16), by one thread. They complete on the barrier.
 KDA_DEVICE void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier) : "memory");
 }
-KDA_DEVICE void store_bulk(void* to, uint32_t from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" :: "l"(__cvta_generic_to_global(to)), "r"(from), "r"(bytes) : "memory");
-}
-KDA_DEVICE void store_bulk_wait() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
 
-// Hints: what will be read soon.
+// A hint: what will be read soon.
 KDA_DEVICE void prefetch_global(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(__cvta_generic_to_global(p)) : "memory"); }
-KDA_DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory"); }
 
 // Kernels in a row on one stream, launched so that the next may start early (launch_kernel.cuh). allow_next_kernel: it may take the room that this
 // one leaves, as soon as all CTAs have come here. wait_for_previous_kernels: everything that earlier kernels wrote is visible, to the copy engine too.
@@ -75,11 +66,38 @@ KDA_DEVICE void wait_for_previous_kernels() {
 KDA_DEVICE void fence_async_shared() { cuda::ptx::fence_proxy_async(cuda::ptx::space_shared); }
 
 // 16 bytes from global to shared memory, or zeros where `valid` is false (then nothing is read).
-template <bool kAlwaysValid> KDA_DEVICE void copy16_or_zero(uint32_t to, const void* from, bool valid) {
-  if constexpr (kAlwaysValid) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
-  else asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+KDA_DEVICE void copy16_or_zero(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
+KDA_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending> KDA_DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory"); }
 KDA_DEVICE void copies_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// ---- clusters. An address of the CTA's own shared memory is one of the cluster's too.
+KDA_DEVICE uint32_t cluster_rank() { uint32_t r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
+KDA_DEVICE uint32_t at_rank(uint32_t address, uint32_t rank) { uint32_t r; asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank)); return r; }
+// All threads of all CTAs. What each has done before is seen by all behind it. Lanes may come one by one.
+KDA_DEVICE void sync_cluster() {
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
+}
+KDA_DEVICE void barrier_arrive_at(uint32_t b) { asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(b) : "memory"); }
+KDA_DEVICE bool barrier_try_cluster(uint32_t b, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(b), "r"(parity) : "memory");
+  return done;
+}
+// A wait for arrivals from other CTAs.
+KDA_DEVICE void barrier_wait_cluster(uint32_t b, uint32_t parity) {
+#pragma unroll 1
+  for (uint32_t i = 0; i < kWaitLimit; ++i)
+    if (barrier_try_cluster(b, parity)) return;
+  trap();
+}
+// From this CTA's shared memory to another's; the bytes complete on a barrier there.
+KDA_DEVICE void copy_to_cluster(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" :: "r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
+}
 
 template <int kRegisters> KDA_DEVICE void give_registers() {
 #if defined(KDA_HAS_WGMMA)

@@ -3,12 +3,12 @@
 //   warp w owns channels 64 w ..., in slices of 16; both own all 32 tokens.
 //
 //   1. norms    squared norms of k and q and the products q_i . k_i, as the diagonals of small matrix products; partial sums of the warps
-//               meet in scratch                                                                                   -- group barrier
+//               meet in the group's memory                                                                        -- group barrier
 //   2. slices   per slice of 16 channels and block of 16 tokens: raw gates -> log decays -> running sums (a product with a 0/1 matrix, whose
-//               result has the layout of the operands it scales) -> exp -> Kd, Qd, Kr, written over the raw rows, and the partial products
-//               for L and M
-//   3. squares  partial L and M of the warps meet in scratch                                                      -- group barrier
-//               warp 0 inverts I + L and writes A, warp 1 writes M
+//               result has the layout of the operands it scales) -> exp -> Kd, Qd, Kr, to the packet, and the partial products for L and M
+//   3. squares  partial L and M of the warps meet over the raw rows                                               -- group barrier
+//               warp 1 writes M and is done                                         -- group barrier, where it only arrives
+//               warp 0 inverts I + L and writes A
 //
 // Pair weights exp(G_i - G_j), i >= j, are products of two factors around a reference that no later token can move: the start of an 8-token group;
 // each token's decay is clamped at -10 nats (5e-5 of what was there is kept instead of less), so that eight tokens stay within 2^+-116. Pairs
@@ -28,45 +28,47 @@
 
 namespace jax_kda {
 
-template <bool kGatesF32> struct PrepareUnbounded {
+template <bool kGatesF32, class Packet> struct PrepareUnbounded {
+  static constexpr bool kBounded = false, kF32 = kGatesF32;
   static constexpr int kWarps = 2, kSlices = 8 / kWarps;
-  // Scratch of one group, bytes from its start.
-  static constexpr uint32_t kNorms = 0;                                  // [kWarps][32 tokens] (k.k, q.q)
-  static constexpr uint32_t kFactors = kNorms + kWarps * kChunk * 8;     // [kWarps][32 tokens] log2(1/|k|), scale |k|/|q|, q.k of the warp, unused
-  static constexpr uint32_t kColumns = kFactors + kWarps * kChunk * 16;  // [kWarps][8 rows][16 channels] f32
-  static constexpr uint32_t kSquares = kColumns + kWarps * 512;          // [2: L of warp 1, M of warp 0][10 tiles][32 lanes] 2 floats
-  static constexpr uint32_t kSquaresBytes = 10 * 256;
-  // f32 gates leave no room: there the partial squares go over gates that have been used, those of the warp that writes.
-  static constexpr uint32_t kScratchBytes = kSquares + (kGatesF32 ? 0 : 2 * kSquaresBytes);
-  static KDA_DEVICE uint32_t squares(uint32_t scratch, uint32_t stage, int which) {
-    return kGatesF32 ? stage + stage::kGatesF32 + (which == 0 ? 2 * kPanel : 0) : scratch + kSquares + which * kSquaresBytes;
-  }
+  // A group's memory, bytes from its start. Panels as in the packet: 64 channels (f32 gates: 32), rows of 128 bytes, 128-byte swizzle.
+  static constexpr uint32_t kKeyQuery = 0;        // raw [2 panels][32 of k, 32 of q]; then, over its own panel, each warp's part of a square:
+                                                  // L of warp 1, M of warp 0, [10 tiles][32 lanes] 2 floats
+  static constexpr uint32_t kGates = 4 * kPanel;  // raw
+  static constexpr uint32_t kNorms = kGates + (kGatesF32 ? 4 : 2) * kPanel;  // [kWarps][32 tokens] (k.k, q.q)
+  static constexpr uint32_t kFactors = kNorms + kWarps * kChunk * 8;         // [kWarps][32 tokens] log2(1/|k|), scale |k|/|q|, q.k of the warp, unused
+  static constexpr uint32_t kColumns = kFactors + kWarps * kChunk * 16;      // [kWarps][8 rows][16 channels] f32
+  static constexpr uint32_t kBytes = (kColumns + kWarps * 512 + 1023) / 1024 * 1024;
+  static KDA_DEVICE uint32_t buffer(uint32_t memory, int) { return memory; }
+  static KDA_DEVICE uint32_t square(uint32_t rows, int which) { return rows + kKeyQuery + (which == 0 ? stage::kKeyQueryPanel : 0u); }
 
-  template <class CopyNext>
-  static KDA_DEVICE void run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int turn, CopyNext copy_next);
+  // As PrepareBounded::run.
+  template <class Acquire, class RowsUsed>
+  static KDA_DEVICE bool run(const PrepareContext& c, int tokens, float beta, int turn, Acquire acquire, RowsUsed rows_used);
 };
 
 // The block of 16 tokens x 16 channels of one lane: element 4 n + 2 h + e is (token 8 h + g, channel 8 n + 2 t + e).
 using Block = float[8];
 
-template <bool kGatesF32>
-template <class CopyNext>
-KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32_t stage, int tokens, float beta, int /*turn*/, CopyNext copy_next) {
+template <bool kGatesF32, class Packet>
+template <class Acquire, class RowsUsed>
+KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c, int tokens, float beta, int /*turn*/, Acquire acquire, RowsUsed rows_used) {
   constexpr uint32_t kUnit = 0x1000;  // f16 2^-11: undoes kGateUnit inside the running sums
   const int lane = int(opaque(c.lane)), g = lane >> 2, t = lane & 3;
-  const uint32_t scratch = opaque(c.scratch);
+  const uint32_t memory = opaque(c.memory), rows = memory;
 
-  // Fragment addresses. Mixed quad {k, q} x {channels 0-7, 8-15} of 8 tokens: A operand with rows 0-7 from k and rows 8-15 from q.
-  const uint32_t mixed = stage + stage::kKeyQuery + ((lane >> 3) & 1) * stage::kQueryRows + panel_unit(lane & 7, lane >> 4);
-  // Square quad: {tokens 0-7, 8-15} x {channels 0-7, 8-15} of the gates, and of Kr.
-  const uint32_t square = stage + stage::kKr + panel_unit((lane & 7) + ((lane >> 3) & 1) * 8, lane >> 4);
-  auto mixed_at = [&](int slice, int b, int h) {
-    return (mixed ^ ((slice & 3) << 5)) + (slice >> 2) * stage::kKeyQueryPanel + (b * 16 + h * 8) * 128;
+  // Fragment offsets, in the raw rows as in the packet. Mixed quad {k, q} x {channels 0-7, 8-15} of 8 tokens: A operand with rows 0-7 from k and
+  // rows 8-15 from q. Square quad: {tokens 0-7, 8-15} x {channels 0-7, 8-15} of the gates, and of Kr.
+  auto mixed_at = [&](int tile, int row, int slice, int b, int h) {
+    return (((tile & 1) * stage::kQueryRows + panel_unit(row, tile >> 1)) ^ ((slice & 3) << 5)) + (slice >> 2) * stage::kKeyQueryPanel + (b * 16 + h * 8) * 128;
   };
-  auto square_at = [&](int slice, int b) { return (square ^ ((slice & 3) << 5)) + (slice >> 2) * kPanel + b * 2048; };
+  auto square_at = [&](int tile, int row, int slice, int b) {
+    return (panel_unit(row + (tile & 1) * 8, tile >> 1) ^ ((slice & 3) << 5)) + (slice >> 2) * kPanel + b * 2048;
+  };
+  auto load_rows = [&](uint32_t (&to)[4], int slice, int b, int h) { load_tiles(to, rows + kKeyQuery + mixed_at(lane >> 3, lane & 7, slice, b, h)); };
 
   // ---- 1. norms
-  const uint32_t factors = scratch + kFactors + c.warp * kChunk * 16;  // this warp's copy: registers are what K1 is short of
+  const uint32_t factors = memory + kFactors + c.warp * kChunk * 16;  // this warp's copy: registers are what K1 is short of
   {
     float qk[2][2];
 #pragma unroll
@@ -77,13 +79,13 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
 #pragma unroll
         for (int s = 0; s < kSlices; ++s) {
           uint32_t f[4];
-          load_tiles(f, mixed_at(c.warp * kSlices + s, b, h));
+          load_rows(f, c.warp * kSlices + s, b, h);
           mma_bf16(gram_k, f, f[0], f[2]);  // rows 0-7: k.k, rows 8-15: q.k
           mma_bf16(gram_q, f, f[1], f[3]);  // rows 8-15: q.q
         }
         qk[b][h] = g & 1 ? gram_k[3] : gram_k[2];
         if (t == (g >> 1))
-          store_shared2(scratch + kNorms + (c.warp * kChunk + b * 16 + h * 8 + g) * 8, g & 1 ? gram_k[1] : gram_k[0],
+          store_shared2(memory + kNorms + (c.warp * kChunk + b * 16 + h * 8 + g) * 8, g & 1 ? gram_k[1] : gram_k[0],
                         g & 1 ? gram_q[3] : gram_q[2]);
       }
     sync_group(c.barrier, kWarps * 32);
@@ -95,7 +97,7 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
         float k2 = 0.f, q2 = 0.f;
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) {
-          const float2 part = load_shared2(scratch + kNorms + (w * kChunk + token) * 8);
+          const float2 part = load_shared2(memory + kNorms + (w * kChunk + token) * 8);
           k2 += part.x;
           q2 += part.y;
         }
@@ -110,6 +112,14 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
   }
 
   // ---- 2. slices
+  const GateConstants gate = load_gate(c);
+  const Packet packet = acquire();
+  auto store_rows = [&](const uint32_t (&x)[4], int slice, int b, int h) {
+    packet.tiles(lane, [&](int tile, int row) { return stage::kKeyQuery + mixed_at(tile, row, slice, b, h); }, x[0], x[1], x[2], x[3]);
+  };
+  auto store_kr = [&](const uint32_t (&x)[2][2], int slice, int b) {
+    packet.tiles(lane, [&](int tile, int row) { return stage::kKr + square_at(tile, row, slice, b); }, x[0][0], x[1][0], x[0][1], x[1][1]);
+  };
   // Running-sum matrices (f16 A operands). A tail's tokens have weight zero: their rows were filled with zeros, so nothing of them enters.
   uint32_t valid[2][2];  // [block][half of 8 tokens]: mask of this lane's two tokens
 #pragma unroll
@@ -147,20 +157,20 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
       // Log decays as pairs of f16, in the layout of a B operand: register r holds tokens 8 (r & 1) + 2 t, + 1 of channel 8 (r >> 1) + g.
       auto decays = [&](auto use) {  // use(r, both log decays of register r)
         [[maybe_unused]] uint32_t raw[4];
-        if constexpr (!kGatesF32) load_tiles_transposed(raw, square_at(slice, b));
+        if constexpr (!kGatesF32) load_tiles_transposed(raw, rows + kGates + square_at(lane >> 3, lane & 7, slice, b));
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           float raw0, raw1;
           if constexpr (kGatesF32) {
             const int token = b * 16 + 8 * (r & 1) + 2 * t, channel = (slice & 1) * 16 + (r >> 1) * 8 + g;
-            const uint32_t panel = stage + stage::kGatesF32 + (slice >> 1) * kPanel + (channel & 3) * 4;
+            const uint32_t panel = rows + kGates + (slice >> 1) * kPanel + (channel & 3) * 4;
             raw0 = load_shared(panel + panel_unit(token, channel >> 2));
             raw1 = load_shared(panel + panel_unit(token + 1, channel >> 2));
           } else {
             raw0 = low_bf16(raw[r]);
             raw1 = high_bf16(raw[r]);
           }
-          use(r, log_decay<false>(raw0, bias[r >> 1], c.gate), log_decay<false>(raw1, bias[r >> 1], c.gate));
+          use(r, log_decay<false>(raw0, bias[r >> 1], gate), log_decay<false>(raw1, bias[r >> 1], gate));
         }
       };
       constexpr float kPairFloor = -kPairNats * kLog2E * kGateUnit;
@@ -196,7 +206,7 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
       float4 group[2];  // of each 8-group
       {
         const uint32_t totals[4] = {totals_low & valid[b][0], 0u, totals_high & valid[b][1], 0u};
-        const uint32_t columns = scratch + kColumns + c.warp * 512;
+        const uint32_t columns = memory + kColumns + c.warp * 512;
         float x[2][4];
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -216,16 +226,16 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
 
       // scaled rows; Kd and Qd are formed anew from `up` each time that it moves on, which costs fewer registers than keeping them in f32
       Block kr;
-      uint32_t rows[2][4];
+      uint32_t raw_rows[2][4];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        load_tiles(rows[h], mixed_at(slice, b, h));
+        load_rows(raw_rows[h], slice, b, h);
 #pragma unroll
         for (int n = 0; n < 2; ++n)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int i = 4 * n + 2 * h + e;
-            kr[i] = (e ? high_bf16(rows[h][2 * n]) : low_bf16(rows[h][2 * n])) * down[i];
+            kr[i] = (e ? high_bf16(raw_rows[h][2 * n]) : low_bf16(raw_rows[h][2 * n])) * down[i];
           }
       }
       uint32_t kq[2][4], columns_kr[2][2];
@@ -233,8 +243,8 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           const float up0 = up[4 * n + 2 * h], up1 = up[4 * n + 2 * h + 1];
-          kq[h][2 * n] = pack_bf16(-low_bf16(rows[h][2 * n]) * up0, -high_bf16(rows[h][2 * n]) * up1);
-          kq[h][2 * n + 1] = pack_bf16(low_bf16(rows[h][2 * n + 1]) * factor[h].y * up0, high_bf16(rows[h][2 * n + 1]) * factor[h].y * up1);
+          kq[h][2 * n] = pack_bf16(-low_bf16(raw_rows[h][2 * n]) * up0, -high_bf16(raw_rows[h][2 * n]) * up1);
+          kq[h][2 * n + 1] = pack_bf16(low_bf16(raw_rows[h][2 * n + 1]) * factor[h].y * up0, high_bf16(raw_rows[h][2 * n + 1]) * factor[h].y * up1);
         }
       };
       auto round_kr = [&](uint32_t (&to)[2][2], const Block& from, int h) {
@@ -247,7 +257,6 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
 #pragma unroll
           for (int e = 0; e < 2; ++e) x[4 * n + 2 * h + e] *= by[2 * n + e];
       };
-      auto store_kr = [&](const uint32_t (&x)[2][2], int block) { store_tiles(square_at(slice, block), x[0][0], x[1][0], x[0][1], x[1][1]); };
 
       round_rows(0), round_rows(1);
       round_kr(columns_kr, kr, 0), round_kr(columns_kr, kr, 1);
@@ -288,7 +297,7 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
 
       if (b == 0) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) store_tiles(mixed_at(slice, 0, h), kq[h][0], kq[h][1], kq[h][2], kq[h][3]);
+        for (int h = 0; h < 2; ++h) store_rows(kq[h], slice, 0, h);
 #pragma unroll
         for (int i = 0; i < 4; ++i) total0[i] = total[i], kr0_operand[i >> 1][i & 1] = columns_kr[i >> 1][i & 1];
 #pragma unroll
@@ -299,17 +308,17 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
 #pragma unroll
           for (int column = 0; column < 2; ++column)
             mma_bf16(acc[6 + 2 * row + column], kq[row], kr0_operand[column][0], kr0_operand[column][1]);
-        store_kr(columns_kr, 1);
+        store_kr(columns_kr, slice, 1);
         scale(up, 0, total0), scale(up, 1, total0);
         scale(kr0, 0, total), scale(kr0, 1, total);
         round_rows(0), round_rows(1);
         round_kr(columns_kr, kr0, 0), round_kr(columns_kr, kr0, 1);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) store_tiles(mixed_at(slice, 1, h), kq[h][0], kq[h][1], kq[h][2], kq[h][3]);
-        store_kr(columns_kr, 0);
+        for (int h = 0; h < 2; ++h) store_rows(kq[h], slice, 1, h);
+        store_kr(columns_kr, slice, 0);
         if (g == 0)
-          store_shared4(stage + stage::kDecay + decay_slot(slice, t),
-                        {total0[0] * total[0], total0[1] * total[1], total0[2] * total[2], total0[3] * total[3]});
+          packet.four(stage::kDecay + decay_slot(slice, t),
+                      {total0[0] * total[0], total0[1] * total[1], total0[2] * total[2], total0[3] * total[3]});
       }
     }
   }
@@ -329,17 +338,16 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
   // ---- 3. squares: warp 0 gathers L, warp 1 gathers M
 #pragma unroll
   for (int i = 0; i < 10; ++i) {
-    auto slot = [&](int which) { return squares(scratch, stage, which) + (i * 32 + lane) * 8; };
+    auto slot = [&](int which) { return square(rows, which) + (i * 32 + lane) * 8; };
     if (c.warp == 1) store_shared2(slot(0), acc[i][0], acc[i][1]);
     else store_shared2(slot(1), acc[i][2], acc[i][3]);
   }
   sync_group(c.barrier, kWarps * 32);
-  copy_next();
 
   Tile sum[10];  // block 0: tiles 00, 10, 11; block 1 the same; the square below: 20, 21, 30, 31
 #pragma unroll
   for (int i = 0; i < 10; ++i) {
-    const float2 part = load_shared2(squares(scratch, stage, c.warp) + (i * 32 + lane) * 8);
+    const float2 part = load_shared2(square(rows, c.warp) + (i * 32 + lane) * 8);
     const float v[2] = {(c.warp == 0 ? acc[i][0] : acc[i][2]) + part.x, (c.warp == 0 ? acc[i][1] : acc[i][3]) + part.y};
     // Entries above the diagonal may have overflowed: they are selected away, never multiplied.
     const bool diagonal_tile = i < 6 && i % 3 != 1;
@@ -348,22 +356,30 @@ KDA_DEVICE void PrepareUnbounded<kGatesF32>::run(const PrepareContext& c, uint32
     for (int e = 0; e < 2; ++e) sum[i].v[e] = !diagonal_tile || 2 * t + e <= last ? v[e] : 0.f;
   }
   auto tile = [&](int row, int column) -> Tile& { return sum[column >= 2 || row < 2 ? 3 * (row >> 1) + (row & 1) + (column & 1) : 6 + 2 * (row & 1) + column]; };
-  if (c.warp == 0) {
-#pragma unroll
-    for (int row = 0; row < 4; ++row) {
-      const float strength = shuffle(beta, row * 8 + g);
-#pragma unroll
-      for (int column = 0; column <= row; ++column) tile(row, column).v[0] *= strength, tile(row, column).v[1] *= strength;
-    }
-    invert_and_store(tile, stage, lane);
-    store_shared(stage + stage::kBeta + lane * 4, beta);
-  } else {
+  if (c.warp == 1) {
     auto packed = [&](int row, int column) { return pack_bf16(tile(row, column).v[0], tile(row, column).v[1]); };
 #pragma unroll
-    for (int b = 0; b < 2; ++b) store_block(stage + stage::kM, b, b, packed(2 * b, 2 * b), 0u, packed(2 * b + 1, 2 * b), packed(2 * b + 1, 2 * b + 1), lane);
-    store_block(stage + stage::kM, 1, 0, packed(2, 0), packed(2, 1), packed(3, 0), packed(3, 1), lane);
-    store_block(stage + stage::kM, 0, 1, 0u, 0u, 0u, 0u, lane);
+    for (int b = 0; b < 2; ++b) store_block(packet, stage::kM, b, b, packed(2 * b, 2 * b), 0u, packed(2 * b + 1, 2 * b), packed(2 * b + 1, 2 * b + 1), lane);
+    store_block(packet, stage::kM, 1, 0, packed(2, 0), packed(2, 1), packed(3, 0), packed(3, 1), lane);
+    store_block(packet, stage::kM, 0, 1, 0u, 0u, 0u, 0u, lane);
+    fence_async_shared();  // what this warp has written: the packet is read, and the rows are written, by engines
+    arrive_group(c.tiles_barrier, kWarps * 32);
+    return false;
   }
+#pragma unroll
+  for (int row = 0; row < 4; ++row) {
+    const float strength = shuffle(beta, row * 8 + g);
+#pragma unroll
+    for (int column = 0; column <= row; ++column) tile(row, column).v[0] *= strength, tile(row, column).v[1] *= strength;
+  }
+  fence_async_shared();
+  sync_group(c.tiles_barrier, kWarps * 32);
+  rows_used();
+  invert_and_store(tile, packet, lane);
+  packet.word(stage::kBeta + lane * 4, bits(beta));
+  fence_async_shared();
+  sync_warp();
+  return true;
 }
 
 }  // namespace jax_kda

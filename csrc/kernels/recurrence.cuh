@@ -11,7 +11,7 @@
 //
 // Order of one turn of the loop:
 //   wait p(c) -> issue u(c), o(c) -> fetch V(c+1) -> wait u -> issue St halves, o += -> round St half by half, issuing p(c+1) ->
-//   with p(c+1) in flight: O(c) out, stage c free, St *= a(c+1)
+//   with p(c+1) in flight: O(c) out, stage c free, St *= a(c+1), copy the values of a later chunk
 // The decay of chunk c+1 is applied while p(c+1), which reads the rounded copy of the undecayed state, is in flight.
 #pragma once
 
@@ -27,31 +27,32 @@ namespace jax_kda {
 // The warp's 16 value rows: lane (g, t) holds rows g and g + 8; element 4 n + 2 h + e is (row 8 h + g, channel 8 n + 2 t + e).
 using State = float[64];
 
-// Pipe is the kernel's layout of shared memory: kStages, kStageBytes (stages from offset 0), kFull, kEmpty (barriers: the packet and values are
-// there; every reader is done), kOnes ([128] f32 ones: the decay behind the last chunk), kStaging (1 KB a warp: O on its way out).
-// Constants, because registers are what the loop is short of.
+// Pipe is the kernel's layout of shared memory, as constants, because registers are what the loop is short of: kStages, kStageBytes (stages from
+// offset 0), kFull (barriers: the packet is there), kValues (1 KB a stage and warp), kOnes ([128] f32 ones: the decay behind the last chunk).
+// Pipe::release(shared, slot, round) is called by one lane of each warp that has done with a stage; round: how often the ring went round, mod 2.
 struct RecurrenceContext {
   uint32_t shared;   // address of the CTA's shared memory
   int warp;          // of K2
-  int value_row;     // of the CTA's value rows in a stage: the warp's first
   int lane;
   uint16_t* o;       // bf16, first token of the sequence, the warp's first value channel
-  int o_stride;      // elements from token to token
+  int64_t values;    // from o to the same place of v, in bytes
+  int stride;        // elements from token to token, of o as of v
   int tokens;
 };
 
 // At least one token: an empty sequence never comes here (joining it with the state behind the loop would cost the compiler copies of the
 // whole state while products are in flight).
 template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContext& c, State& st) {
+  static_assert(Pipe::kStages >= 3);
   const int lane = c.lane;
   const int r = lane & 7, i0 = (lane >> 3) & 1, i1 = lane >> 4, t = lane & 3;
-  const uint32_t values = stage::kValues + (c.value_row >> 6) * kPanel + panel_unit(i1 * 8 + r, ((c.value_row >> 3) & 7) + i0);
-  // O leaves through 1 KB a warp, [32 tokens][16 values]; 16-byte units swapped in every second group of four rows against bank conflicts
-  const uint32_t staging = c.shared + Pipe::kStaging + c.warp * 1024;
-  const uint32_t o_tiles = staging + (i1 * 8 + r) * 32 + ((i0 ^ ((r >> 2) & 1)) << 4);
-  const uint32_t o_unit = staging + (lane >> 1) * 32 + (((lane & 1) ^ ((lane >> 3) & 1)) << 4);
-  uint16_t* o_row = c.o + int64_t(lane >> 1) * c.o_stride + (lane & 1) * 8;
-  int left = c.tokens - (lane >> 1);  // tokens from this lane's O row on
+  // A warp's values of a chunk: [32 tokens][16 values], copied by the warp itself, as many chunks ahead as there are stages; 16-byte units swapped
+  // in every second group of four rows against bank conflicts. O leaves through the same place.
+  const uint32_t values = c.shared + Pipe::kValues + c.warp * (Pipe::kStages * 1024);
+  const uint32_t tiles = values + (i1 * 8 + r) * 32 + ((i0 ^ ((r >> 2) & 1)) << 4);
+  const uint32_t unit = values + (lane >> 1) * 32 + (((lane & 1) ^ ((lane >> 3) & 1)) << 4);
+  uint16_t* o_row = c.o + int64_t(lane >> 1) * c.stride + (lane & 1) * 8;
+  int left = c.tokens - (lane >> 1);  // tokens from this lane's row on
 
   float p[16], o[16], u[16];
   uint32_t rounded[8][4], r_operand[2][4], u_operand[2][4], v[2][4];
@@ -66,9 +67,16 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
         for (int e = 0; e < 4; ++e) rounded[k][e] = pack_bf16(st[k * 8 + e * 2], st[k * 8 + e * 2 + 1]);
       }
   };
-  auto fetch_values = [&](uint32_t stage) {
+  auto copy_values = [&](int ahead, uint32_t slot) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) load_tiles_transposed(v[i], stage + values + i * 2048);
+    for (int i = 0; i < 2; ++i)
+      copy16_or_zero(unit + slot * 1024 + i * 512, reinterpret_cast<const char*>(o_row + int64_t(ahead * kChunk + i * 16) * c.stride) + c.values,
+                     left > ahead * kChunk + i * 16);
+    copies_commit();
+  };
+  auto fetch_values = [&](uint32_t slot) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) load_tiles_transposed(v[i], tiles + slot * 1024 + i * 512);
   };
   auto start_p = [&]() {
 #pragma unroll
@@ -100,8 +108,12 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
 
   uint32_t slot = 0, parity = 0;  // of this chunk
   uint32_t stage = c.shared;
+#pragma unroll
+  for (int i = 0; i < Pipe::kStages - 1; ++i) copy_values(i, i);
+  copies_wait<Pipe::kStages - 2>();
+  sync_warp();
+  fetch_values(0);
   barrier_wait(c.shared + Pipe::kFull, 0);
-  fetch_values(stage);
   start_p();
   round_state(0, 8);
   issue_p(stage, 0, 8);
@@ -130,8 +142,10 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
 #pragma unroll
     for (int k = 0; k < 8; ++k) Engine::rows(o, rounded[k], stage, stage::kQueryRows, k, k > 0, lane);
     Engine::commit();
+    copies_wait<Pipe::kStages - 3>();
+    sync_warp();
+    fetch_values(next_slot);
     if (more) barrier_wait(c.shared + Pipe::kFull + 8 * next_slot, parity ^ wrap);
-    fetch_values(next);
     Engine::template wait<1>();
     pin(u);
     round16(u_operand, u);
@@ -160,15 +174,16 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
     sync_warp();
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      store_tiles_transposed(o_tiles + i * 512, pack_bf16(o[8 * i], o[8 * i + 1]), pack_bf16(o[8 * i + 2], o[8 * i + 3]),
+      store_tiles_transposed(tiles + slot * 1024 + i * 512, pack_bf16(o[8 * i], o[8 * i + 1]), pack_bf16(o[8 * i + 2], o[8 * i + 3]),
                              pack_bf16(o[8 * i + 4], o[8 * i + 5]), pack_bf16(o[8 * i + 6], o[8 * i + 7]));
     sync_warp();
-    if (lane == 0 && more) barrier_arrive(c.shared + Pipe::kEmpty + 8 * slot);
+    if (lane == 0 && more) Pipe::release(c.shared, slot, parity);
     decay(more ? next + stage::kDecay : c.shared + Pipe::kOnes);
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      store_global16_if(left > i * 16, o_row + i * 16 * c.o_stride, load_shared4(o_unit + i * 512));
-    o_row += kChunk * c.o_stride;
+      store_global16_if(left > i * 16, o_row + i * 16 * c.stride, load_shared4(unit + slot * 1024 + i * 512));
+    copy_values(Pipe::kStages - 1, slot == 0 ? Pipe::kStages - 1 : slot - 1);
+    o_row += kChunk * c.stride;
     left -= kChunk;
     stage = next;
     slot = next_slot;
@@ -176,6 +191,7 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
   }
   Engine::template wait<0>();
   pin(p);
+  copies_wait_all();
 }
 
 }  // namespace jax_kda

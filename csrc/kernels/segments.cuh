@@ -29,6 +29,7 @@ struct SegmentedArgs {
   PrefillArgs a;
   int segment;  // tokens
   int chunk_slots, segment_slots;  // of a row
+  int packet_parts;  // CTAs that share the packets of a row and head
   char* packets;  // [B, HV, chunk slots] packets
   char* maps;     // [B, HV, segment slots] maps
   char* states;   // [B, HV, segment slots] first Q, then the state behind the segment

@@ -67,15 +67,16 @@ KDA_DEVICE int64_t first_row(const PrefillArgs& a, const Task& k, int64_t heads,
   return ((k.row * a.T + k.begin) * heads + head) * width;
 }
 
+// Tokens [from, to) of a batch row's o, of one head, become zeros.
+KDA_DEVICE void zero_rows(const PrefillArgs& a, int64_t row, int head, int from, int to, int thread, int threads) {
+  auto* o = static_cast<uint16_t*>(a.o) + ((row * a.T) * a.HV + head) * kHeadDim;
+  for (int64_t i = int64_t(from) * 16 + thread; i < int64_t(to) * 16; i += threads)
+    *reinterpret_cast<uint4*>(o + (i >> 4) * a.HV * kHeadDim + (i & 15) * 8) = make_uint4(0, 0, 0, 0);
+}
 // Rows of the batch row that belong to no sequence are zeros. Written by the tasks of its first and last sequence.
 KDA_DEVICE void zero_outside(const PrefillArgs& a, const Task& k, int thread, int threads) {
-  auto* o = static_cast<uint16_t*>(a.o) + ((k.row * a.T) * a.HV + k.head) * kHeadDim;
-  auto zero = [&](int from, int to) {
-    for (int64_t i = int64_t(from) * 16 + thread; i < int64_t(to) * 16; i += threads)
-      *reinterpret_cast<uint4*>(o + (i >> 4) * a.HV * kHeadDim + (i & 15) * 8) = make_uint4(0, 0, 0, 0);
-  };
-  if (k.first) zero(0, k.begin);
-  if (k.last) zero(k.begin + k.tokens, int(a.T));
+  if (k.first) zero_rows(a, k.row, k.head, 0, k.begin, thread, threads);
+  if (k.last) zero_rows(a, k.row, k.head, k.begin + k.tokens, int(a.T), thread, threads);
 }
 
 // Element i of a lane's state within a state stored [K, V] or [V, K], relative to the lane's first element: a constant, so that 64 accesses
@@ -132,20 +133,18 @@ KDA_DEVICE void copy_state(const void* from, DType from_dtype, void* to, DType t
   }
 }
 
-// A warp group's copy of a chunk's raw rows into a stage; rows past the end of the sequence become zeros and are not read. Their gates become
-// minus infinity where the scheme is bounded: the safe gate's activation makes no decay of it.
-// Addresses are formed from the chunk each time: kept across a preparation they would cost more registers than this costs instructions.
-// `where` is shared memory: the task, as put_rows left it there.
+// Where a task's rows lie; `where` is shared memory: the task, as put_rows left it there.
 struct Rows {
   int64_t first_token;  // over all batch rows
   int head, key_head;
 };
 KDA_DEVICE void put_rows(uint32_t where, const PrefillArgs& a, const Task& k) {
   const int64_t first = k.row * a.T + k.begin;
-  store_shared(where + 16, from_bits(k.tokens));
+  store_shared2(where + 16, from_bits(k.tokens), from_bits(uint32_t(k.sequence * a.HV + k.head)));
   store_shared4(where, {from_bits(uint32_t(first)), from_bits(uint32_t(first >> 32)), from_bits(k.head), from_bits(k.key_head)});
 }
 KDA_DEVICE int get_tokens(uint32_t where) { return int(bits(load_shared(where + 16))); }
+KDA_DEVICE int get_state(uint32_t where) { return int(bits(load_shared(where + 20))); }  // of all sequences' heads
 KDA_DEVICE Rows get_rows(uint32_t where) {
   const float4 x = load_shared4(where);
   return {int64_t(uint64_t(bits(x.y)) << 32 | bits(x.x)), int(bits(x.z)), int(bits(x.w))};
@@ -158,44 +157,36 @@ KDA_DEVICE uint32_t load_raw_beta(const PrefillArgs& a, const Rows& k, int token
 }
 KDA_DEVICE float beta_value(uint32_t raw, DType dtype) { return dtype == DType::kF32 ? from_bits(raw) : low_bf16(raw); }
 
-template <bool kBounded, bool kGatesF32, int kThreads, bool kWithValues = true>
-KDA_DEVICE void load_rows(const PrefillArgs& a, uint32_t where, uint32_t stage, int chunk, int tokens, int thread) {
-  const Rows k = get_rows(where);
+// Copies of a chunk's raw rows by the threads of a group, to the group's memory: for tails, and where no tensor map can be had. Rows past the end of
+// the sequence become zeros and are not read. Their gates become minus infinity where the scheme is bounded: the safe gate's activation makes no
+// decay of it. Addresses are formed from the chunk each time: kept across a preparation they would cost more registers than this costs instructions.
+template <class Prepare> KDA_DEVICE void load_rows(const PrefillArgs& a, const Rows& k, uint32_t buffer, int chunk, int tokens, int thread) {
+  constexpr bool kF32 = Prepare::kF32;
   thread = int(opaque(thread));
   const int unit = thread & 15, first = thread >> 4, left = tokens - chunk * kChunk;
   const int64_t token = k.first_token + (chunk * kChunk + first);
   const int64_t key_at = (token * a.H + k.key_head) * (kHeadDim * 2) + unit * 16, key_step = a.H * (kHeadDim * 2);
-  const int64_t value_at = (token * a.HV + k.head) * (kHeadDim * 2) + unit * 16, value_step = a.HV * (kHeadDim * 2);
+  const int64_t gate_step = a.HV * (kHeadDim * (kF32 ? 4 : 2)), gate_at = token * gate_step + k.head * (kHeadDim * (kF32 ? 4 : 2)) + unit * 16;
   const char *key = static_cast<const char*>(a.k) + key_at, *query = static_cast<const char*>(a.q) + key_at;
-  const char* value = static_cast<const char*>(a.v) + value_at;
-  const char* gate = static_cast<const char*>(a.g) + (kGatesF32 ? 2 * value_at - unit * 16 : value_at);
-  const uint32_t panel = unit >> 3, at = panel_unit(first, unit & 7);  // row first + 8 i is 1024 i bytes further: the swizzle repeats
-  const uint32_t to_key = stage + stage::kKeyQuery + panel * stage::kKeyQueryPanel + at, to_value = stage + stage::kValues + panel * kPanel + at;
-  const uint32_t to_gate = stage + (kGatesF32 ? stage::kGatesF32 : stage::kKr) + panel * kPanel + at;
-  constexpr int kRows = kThreads / 16;
-  static_assert(kRows % 8 == 0 || kRows == 4);
-  auto copy = [&](auto whole) {
-#pragma unroll
-    for (int i = 0; i < kChunk / kRows; ++i) {
-      const bool valid = whole.value || first + i * kRows < left;
-      // with four rows a pass, every second pass falls on the other half of the swizzle
-      const uint32_t down = kRows == 4 ? (i >> 1) * 1024 + (i & 1) * 512 : i * kRows * 128, flip = kRows == 4 ? (i & 1) << 6 : 0;
-      copy16_or_zero<whole.value>((to_key ^ flip) + down, key, valid);
-      copy16_or_zero<whole.value>((to_key ^ flip) + down + stage::kQueryRows, query, valid);
-      if constexpr (kWithValues) copy16_or_zero<whole.value>((to_value ^ flip) + down, value, valid);
-      if (kBounded && !valid) {
-        const float none = kGatesF32 ? -INFINITY : from_bits(0xff80ff80u);
-        store_shared4((to_gate ^ flip) + down, {none, none, none, none});
-        if constexpr (kGatesF32) store_shared4((to_gate ^ flip) + down + 2 * kPanel, {none, none, none, none});
-      } else {
-        copy16_or_zero<whole.value>((to_gate ^ flip) + down, gate, valid);
-        if constexpr (kGatesF32) copy16_or_zero<whole.value>((to_gate ^ flip) + down + 2 * kPanel, gate + 256, valid);
-      }
-      key += key_step * kRows, query += key_step * kRows, value += value_step * kRows, gate += (kGatesF32 ? 2 : 1) * value_step * kRows;
+  const char* gate = static_cast<const char*>(a.g) + gate_at;
+  const uint32_t panel = unit >> 3, to_key = buffer + Prepare::kKeyQuery + panel * stage::kKeyQueryPanel, to_gate = buffer + Prepare::kGates + panel * kPanel;
+  constexpr int kRows = Prepare::kWarps * 2;
+#pragma unroll 2
+  for (int row = first; row < kChunk; row += kRows) {
+    const bool valid = row < left;
+    const uint32_t at = panel_unit(row, unit & 7);
+    copy16_or_zero(to_key + at, key, valid);
+    copy16_or_zero(to_key + at + stage::kQueryRows, query, valid);
+    if (Prepare::kBounded && !valid) {
+      const float none = kF32 ? -INFINITY : from_bits(0xff80ff80u);
+      store_shared4(to_gate + at, {none, none, none, none});
+      if constexpr (kF32) store_shared4(to_gate + at + 2 * kPanel, {none, none, none, none});
+    } else {
+      copy16_or_zero(to_gate + at, gate, valid);
+      if constexpr (kF32) copy16_or_zero(to_gate + at + 2 * kPanel, gate + 256, valid);
     }
-  };
-  if (left >= kChunk) copy(std::true_type());
-  else copy(std::false_type());
+    key += key_step * kRows, query += key_step * kRows, gate += gate_step * kRows;
+  }
 }
 
 }  // namespace jax_kda

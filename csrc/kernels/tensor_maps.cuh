@@ -1,4 +1,4 @@
-// Bulk tensor copies of a chunk's raw rows: the copy engine fetches 32 tokens x 64 channels of one head as a swizzled panel of the stage, so that
+// Bulk tensor copies of a chunk's raw rows: the copy engine fetches 32 tokens x 64 channels of one head as a swizzled panel, so that
 // one thread's few instructions replace a group's hundreds. Only for whole chunks: the engine would bring the next sequence's tokens into a tail.
 #pragma once
 
@@ -15,22 +15,23 @@
 namespace jax_kda {
 
 struct TensorMaps {
-  CUtensorMap q, k, v, g;
+  CUtensorMap q, k, g;
   bool usable;  // false where a size exceeds what a map can describe: then every chunk is copied by the threads
 };
 
 // Maps of [B T, heads, 128] arrays. The encoder comes from the driver at run time, so that the library links and imports without one.
-inline cudaError_t make_tensor_maps(const PrefillArgs& a, TensorMaps& maps) {
+inline TensorMaps make_tensor_maps(const PrefillArgs& a) {
+  TensorMaps maps;
   maps.usable = false;
   const int64_t tokens = a.B * a.T;
-  if (tokens == 0 || tokens > INT32_MAX || a.HV > INT32_MAX) return cudaSuccess;
+  if (tokens == 0 || tokens > INT32_MAX || a.HV > INT32_MAX) return maps;
   static const auto encode = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found;
     if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found) != cudaSuccess) entry = nullptr;
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
   }();
-  if (!encode) return cudaSuccess;
+  if (!encode) return maps;
   auto make = [&](CUtensorMap& map, const void* base, int64_t heads, bool f32) {
     const cuuint64_t width = f32 ? 4 : 2;
     const cuuint64_t sizes[3] = {kHeadDim, cuuint64_t(heads), cuuint64_t(tokens)};
@@ -40,25 +41,23 @@ inline cudaError_t make_tensor_maps(const PrefillArgs& a, TensorMaps& maps) {
                   steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
   };
-  maps.usable = make(maps.q, a.q, a.H, false) && make(maps.k, a.k, a.H, false) && make(maps.v, a.v, a.HV, false) &&
-                make(maps.g, a.g, a.HV, a.g_dtype == DType::kF32);
-  return cudaSuccess;
+  maps.usable = make(maps.q, a.q, a.H, false) && make(maps.k, a.k, a.H, false) && make(maps.g, a.g, a.HV, a.g_dtype == DType::kF32);
+  return maps;
 }
 
 // By one thread. The barrier completes when all rows are there.
-template <bool kGatesF32, bool kWithValues = true> KDA_DEVICE void copy_rows(const TensorMaps& maps, const Rows& k, uint32_t stage, int chunk, uint32_t barrier) {
+template <class Prepare> KDA_DEVICE void copy_rows(const TensorMaps& maps, const Rows& k, uint32_t buffer, int chunk, uint32_t barrier) {
+  constexpr bool kF32 = Prepare::kF32;
   const int token = int(k.first_token) + chunk * kChunk;
-  barrier_expect(barrier, (6 + (kWithValues ? 2 : 0) + (kGatesF32 ? 2 : 0)) * kPanel);
+  barrier_expect(barrier, (4 + (kF32 ? 4 : 2)) * kPanel);
 #pragma unroll
   for (int p = 0; p < 2; ++p) {
-    const uint32_t kq = stage + stage::kKeyQuery + p * stage::kKeyQueryPanel;
+    const uint32_t kq = buffer + Prepare::kKeyQuery + p * stage::kKeyQueryPanel;
     copy_tensor(kq, &maps.k, 64 * p, k.key_head, token, barrier);
     copy_tensor(kq + stage::kQueryRows, &maps.q, 64 * p, k.key_head, token, barrier);
-    if constexpr (kWithValues) copy_tensor(stage + stage::kValues + p * kPanel, &maps.v, 64 * p, k.head, token, barrier);
   }
 #pragma unroll
-  for (int p = 0; p < (kGatesF32 ? 4 : 2); ++p)
-    copy_tensor(stage + (kGatesF32 ? stage::kGatesF32 : stage::kKr) + p * kPanel, &maps.g, (kGatesF32 ? 32 : 64) * p, k.head, token, barrier);
+  for (int p = 0; p < (kF32 ? 4 : 2); ++p) copy_tensor(buffer + Prepare::kGates + p * kPanel, &maps.g, (kF32 ? 32 : 64) * p, k.head, token, barrier);
 }
 
 }  // namespace jax_kda

@@ -37,6 +37,7 @@ struct Case {
   DType state_in = DType::kF32, state_out = DType::kF32;
   BetaMode beta = BetaMode::kSigmoid;
   bool warp_engine = false, dt_bias = true, tensor_maps = true;
+  int ranks = 1;  // 2: the pair
   int gate_rows = 1;
   int segment_chunks = 0;  // not 0: the segmented route, with segments of so many chunks
   int sm_count = 132;
@@ -94,17 +95,19 @@ class Call {
     a.state_in_dtype = c.state_in, a.state_out_dtype = c.state_out;
     a.gate = mode, a.beta_mode = c.beta, a.l2norm = c.l2norm, a.state_v_first = c.v_first, a.scale = float(scale()), a.lower_bound = lower_bound;
     packets.clear();
-    if (bounded()) c.g_f32 ? observe<Baseline<true, true>>() : observe<Baseline<true, false>>();
-    else c.g_f32 ? observe<Baseline<false, true>>() : observe<Baseline<false, false>>();
+    if (c.segment_chunks) emulation::on_phase = nullptr;
+    else if (c.ranks == 1) observe_gates<1>();
+    else observe_gates<2>();
+    emulation::ranks = c.ranks;
     emulation::launch_seed = generator();
     tensor_maps_refused = !c.tensor_maps;
     stand_in_sm_count = c.sm_count, a.segment_chunks = c.segment_chunks;
-    if (c.segment_chunks) emulation::on_phase = nullptr;
     const Guarded on_workspace(c.segment_chunks ? size_t(segmented_workspace_bytes(a)) : 0);
     a.workspace = on_workspace.data();
     const cudaError_t e = c.segment_chunks ? (c.warp_engine ? segmented_warp_engine(a, nullptr) : segmented(a, nullptr))
-                          : c.warp_engine  ? baseline_warp_engine(a, nullptr)
-                                           : baseline(a, nullptr);
+                          : c.ranks == 2   ? baseline_m64(a, nullptr)
+                          : c.warp_engine  ? baseline_m128_warp_engine(a, nullptr)
+                                           : baseline_m128(a, nullptr);
     check(e == cudaSuccess, what() + ": error " + std::to_string(e));
     o = decode(on_o, o.size(), false);
     final_state = decode(on_final, state.size(), f32);
@@ -121,7 +124,8 @@ class Call {
         Vector S(D * D);
         for (int i = 0; i < D * D; ++i) S[i] = c.has_state ? state[state_at(s, h, i)] : 0.;
         const int block = tokens(s) && !c.segment_chunks ? find_block(x) : -1;
-        for (int chunk = 0; chunk * C < tokens(s) && !c.segment_chunks; ++chunk) check_packet(s, block, chunk, x);
+        for (int chunk = 0; chunk * C < tokens(s) && !c.segment_chunks; ++chunk)
+          for (int rank = 0; rank < c.ranks; ++rank) check_packet(s, block / c.ranks * c.ranks + rank, chunk, x);
         recur_exactly(s, h, x, S, want_o);
         if (!c.wants_state) continue;
         Vector got(D * D);
@@ -136,7 +140,7 @@ class Call {
 
   std::string what() const {
     return c.gates + (bounded() ? ", bounded" : ", unbounded") + (c.g_f32 ? ", f32 gates" : "") + (c.l2norm ? "" : ", no norm") +
-           (c.segment_chunks ? ", segments of " + std::to_string(c.segment_chunks) : "") + (c.warp_engine ? ", warp engine" : "") + (c.tensor_maps ? "" : ", no tensor maps") + ", T = " + std::to_string(c.T) +
+           (c.segment_chunks ? ", segments of " + std::to_string(c.segment_chunks) : "") + (c.warp_engine ? ", warp engine" : "") + (c.ranks == 2 ? ", pair" : "") + (c.tensor_maps ? "" : ", no tensor maps") + ", T = " + std::to_string(c.T) +
            (c.offsets.empty() ? "" : ", packed");
   }
 
@@ -242,11 +246,15 @@ class Call {
   }
 
   template <class L> void observe() {
-    emulation::on_phase = [this](emulation::Machine& m, uint32_t at, uint32_t phase) {
+    emulation::on_phase = [this](emulation::Machine& m, int rank, uint32_t at, uint32_t phase) {
       const uint32_t slot = (at - L::kFull) / 8;
       if (at >= L::kFull && slot < L::kStages)
-        packets[{emulation::block_index, phase * L::kStages + slot}] = read_packet(m.shared(slot * L::kStageBytes));
+        packets[{emulation::first_block + rank, phase * L::kStages + slot}] = read_packet(m.shared(rank, slot * L::kStageBytes));
     };
+  }
+  template <int kRanks> void observe_gates() {
+    if (bounded()) c.g_f32 ? observe<Baseline<kRanks, true, true>>() : observe<Baseline<kRanks, true, false>>();
+    else c.g_f32 ? observe<Baseline<kRanks, false, true>>() : observe<Baseline<kRanks, false, false>>();
   }
 
   // The unbounded scheme has a floor for the decay of one token: its packets are judged with it, o and the final state without.
@@ -300,6 +308,8 @@ void test_packets() {
     for (bool f32 : {false, true}) {
       Case c(gates);
       c.T = 97 + 7 * (i % 9), c.g_f32 = f32, c.warp_engine = i % 4 == 1, c.beta_f32 = i % 3 == 0, c.tensor_maps = i % 5 != 2;
+      Call(c).run_and_check();
+      c.ranks = 2, c.T = 33 + 29 * (i % 9);
       Call(c).run_and_check();
       ++i;
     }

@@ -34,6 +34,7 @@ constexpr struct {
 } kRoutes[] = {
     {"baseline_m128", Route::kBaselineM128},
     {"baseline_m128_warp_engine", Route::kBaselineM128WarpEngine},
+    {"baseline_m64", Route::kBaselineM64},
     {"segmented", Route::kSegmented},
     {"segmented_warp_engine", Route::kSegmentedWarpEngine},
 };

@@ -10,6 +10,7 @@
 #define __shared__
 #define __align__(bytes)
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 
 struct float2 {

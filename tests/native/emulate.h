@@ -95,32 +95,33 @@ inline void wgmma(int columns, bool transposed, float* d, const uint32_t (&a)[4]
     const uint32_t* a;
   } mine = {d, a};
   machine->together("wgmma.mma_async", mine, [=](const std::array<Registers*, 32>& all) {
-    Product p = {{}, {}, b, columns, transposed, accumulate != 0, false, 0};
+    Product p = {{}, {}, b, machine->window(), columns, transposed, accumulate != 0, false, 0};
     for (int i = 0; i < 32; ++i) p.d[i] = all[i]->d, p.a[i] = all[i]->a;
     machine->start_product(p);
   });
 }
 
-// ---- launches: one block after the other
-inline uint32_t block_index = 0;
+// ---- launches: one cluster of blocks after the other. What the kernel's attribute says on the device, `ranks` says here.
+inline uint32_t first_block = 0;
+inline int ranks = 1;
 inline uint64_t launch_seed = 1;
-inline std::function<void(Machine&, uint32_t, uint32_t)> on_phase;  // of every block
+inline std::function<void(Machine&, int, uint32_t, uint32_t)> on_phase;  // of every cluster
 template <class Kernel, class... Arguments>
 void launch(Kernel kernel, uint32_t blocks, int threads, uint32_t shared_bytes, cudaStream_t, const Arguments&... arguments) {
-  for (block_index = 0; block_index < blocks; ++block_index) {
-    Machine m(threads, shared_bytes, ++launch_seed);
+  for (first_block = 0; first_block < blocks; first_block += ranks) {
+    Machine m(threads, shared_bytes, ++launch_seed, ranks);
     m.on_phase = on_phase;
     m.run([&] { kernel(arguments...); });
   }
 }
 struct ThreadIndex {
-  operator int() const { return machine->lane().index; }
+  operator int() const { return machine->lane().index % machine->threads(); }
 };
 struct BlockSize {
   operator int() const { return machine->threads(); }
 };
 struct BlockIndex {
-  operator uint32_t() const { return block_index; }
+  operator uint32_t() const { return first_block + machine->rank(); }
 };
 
 }  // namespace emulation
@@ -203,6 +204,11 @@ inline void store_shared2(uint32_t a, float x, float y) {
   machine->write(machine->lane(), a, v, 8);
 }
 inline void store_shared4(uint32_t a, float4 v) { machine->write(machine->lane(), a, &v, 16); }
+inline void store_global(void* p, uint32_t x) { std::memcpy(p, &x, 4); }
+inline void store_global2(void* p, float x, float y) {
+  const float v[2] = {x, y};
+  std::memcpy(p, v, 8);
+}
 inline void store_global16_if(bool on, void* p, float4 v) {
   if (!on && planted != Fault::kTailStored) return;
   if (reinterpret_cast<uintptr_t>(p) % 16) machine->fail("a store to global memory is not aligned");
@@ -273,7 +279,7 @@ template <int N> void pin(float*) {}
 
 // ================================================================ what pipeline.cuh defines on the device
 
-inline uint32_t shared_address(const void*) { return emulation::Machine::kBase; }  // of the block's dynamic shared memory, the only one
+inline uint32_t shared_address(const void*) { return emulation::Machine::kBase + machine->window(); }  // of the block's dynamic shared memory, the only one
 inline void barrier_init(uint32_t b, uint32_t arrivals) { machine->mbarrier_init(b, arrivals); }
 inline void barrier_arrive(uint32_t b) {
   if (planted != Fault::kLostArrival || ++machine->arrivals != 5) machine->mbarrier_arrive(b, 0);
@@ -292,13 +298,33 @@ inline void fence_async_shared() {
   if (planted != Fault::kNoProxyFence) machine->fence_proxy();
 }
 
-template <bool kAlwaysValid = false> void copy16_or_zero(uint32_t to, const void* from, bool valid) {
-  const bool copies = kAlwaysValid || valid || planted == Fault::kTailCopied;
+inline void copy16_or_zero(uint32_t to, const void* from, bool valid) {
+  const bool copies = valid || planted == Fault::kTailCopied;
   if (copies && reinterpret_cast<uintptr_t>(from) % 16) machine->fail("a copy's source is not aligned");
-  machine->start_copy({to, copies ? from : nullptr, false});
+  machine->start_copy({to, copies ? from : nullptr, false, machine->lane().copy_groups});
+}
+inline void copies_commit() { ++machine->lane().copy_groups; }
+template <int kPending> void copies_wait() {
+  if (planted != Fault::kCopiesNotAwaited) machine->finish_copies(kPending);
 }
 inline void copies_wait_all() {
-  if (planted != Fault::kCopiesNotAwaited) machine->finish_copies();
+  if (planted != Fault::kCopiesNotAwaited) machine->finish_copies(-1);
+}
+
+inline uint32_t cluster_rank() { return uint32_t(machine->rank()); }
+inline uint32_t at_rank(uint32_t address, uint32_t rank) { return address % emulation::Machine::kWindow + rank * emulation::Machine::kWindow; }
+inline void sync_cluster() {
+  if (planted == Fault::kClusterBarrierOpen) sync_group(0, machine->threads());
+  else machine->group_barrier(-1, machine->threads() * machine->ranks(), true);
+}
+inline void barrier_arrive_at(uint32_t b) {
+  if (planted != Fault::kLostPeerArrival || ++machine->peer_arrivals != 5) machine->mbarrier_arrive(b, 0);
+}
+inline void barrier_wait_cluster(uint32_t b, uint32_t parity) { barrier_wait(b, parity); }
+inline void copy_to_cluster(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
+  emulation::BoxCopy box = {to, barrier, {}};
+  box.from = from, box.bytes = planted == Fault::kHalfToPeer ? bytes / 256 * 128 : bytes, box.announced = bytes;
+  machine->start_box(std::move(box));
 }
 inline void copy_tensor(uint32_t to, const void* map, int x, int y, int z, uint32_t barrier) {
   const auto& m = *static_cast<const CUtensorMap*>(map);
@@ -312,16 +338,12 @@ inline void copy_tensor(uint32_t to, const void* map, int x, int y, int z, uint3
 
 inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   if (bytes % 128 || reinterpret_cast<uintptr_t>(from) % 16) machine->fail("a bulk copy that is not emulated");
-  emulation::BoxCopy copy = {to, barrier, {}, false};
+  emulation::BoxCopy copy = {to, barrier, {}};
+  copy.swizzled = false;
   for (uint32_t at = 0; at < bytes; at += 128) copy.rows.push_back(static_cast<const char*>(from) + at);
   machine->start_box(std::move(copy));
 }
-inline void store_bulk(void* to, uint32_t from, uint32_t bytes) { machine->start_store({to, from, bytes}); }
-inline void store_bulk_wait() {
-  if (planted != Fault::kStoresNotAwaited) machine->finish_stores();
-}
 inline void prefetch_global(const void*) {}
-inline void prefetch_map(const void*) {}
 inline void allow_next_kernel() {}
 inline void wait_for_previous_kernels() {}
 

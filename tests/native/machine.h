@@ -1,4 +1,4 @@
-// A thread block on the host: fibers for lanes, shared memory that knows who touched it last, barriers, asynchronous copies and products.
+// A thread block, or a cluster of them, on the host: fibers for lanes, shared memory that knows who touched it last, barriers, asynchronous copies and products.
 // emulate.h puts the device's functions on top of it.
 //
 // Which lane runs next is drawn at random (seeded) wherever one waits; the lanes of a warp meet only in its collective instructions. Asynchronous
@@ -56,14 +56,17 @@ enum class Fault {
   kTailStored,          // store_global16_if always stores
   kNanDropped,          // max_keep_nan drops NaN
   kHalfInverse,         // to_tf32 has only f16's range
-  kStoresNotAwaited,    // store_bulk_wait does nothing
   kEarlyPublish,        // (test_kernels.cpp) packets are announced before they are written
+  kClusterBarrierOpen,  // sync_cluster lets everyone through
+  kLostPeerArrival,     // the fifth barrier_arrive_at is lost
+  kHalfToPeer,          // copy_to_cluster brings half of the bytes
 };
 inline constexpr const char* kFaultNames[] = {
     "none",           "group-barrier-open", "warp-barrier-open",    "wait-open",      "lost-arrival", "lost-bytes",
     "unordered-arrival", "copies-not-awaited", "products-not-awaited", "no-proxy-fence", "swizzle",      "transposition",
-    "fragment-order", "tail-copied",        "tail-stored",          "nan-dropped",    "half-inverse", "stores-not-awaited", "early-publish"};
-static_assert(std::size(kFaultNames) == size_t(Fault::kEarlyPublish) + 1);
+    "fragment-order", "tail-copied",        "tail-stored",          "nan-dropped",    "half-inverse", "early-publish",
+    "cluster-barrier-open", "lost-peer-arrival", "half-to-peer"};
+static_assert(std::size(kFaultNames) == size_t(Fault::kHalfToPeer) + 1);
 inline Fault planted = Fault::kNone;
 
 struct Failure : std::runtime_error {
@@ -85,23 +88,17 @@ struct Copy {
   uint32_t to;
   const void* from;  // null: zeros
   bool moved;
-};
-
-// The copy engine's copy from shared to global memory.
-struct Store {
-  void* to;
-  uint32_t from, bytes;
-  bool moved = false;
+  int group;
 };
 
 struct Lane {
-  int index;
+  int index;  // in the cluster
   Order order;
   bool started = false;
   const char* waits_for = "its start";
   uint32_t detail = 0;
   std::vector<Copy> copies;
-  std::vector<Store> stores;
+  int copy_groups = 0;
   ucontext_t start;
   jmp_buf at;
   Lane(int i, size_t agents) : index(i), order(agents) { order.seen[i] = 1; }
@@ -114,6 +111,7 @@ struct Product {
   std::array<float*, 32> d;
   std::array<const uint32_t*, 32> a;
   uint64_t b;
+  uint32_t window;  // where the block's shared memory lies in the cluster's
   int columns;
   bool transposed, accumulate, done;
   int group;
@@ -147,11 +145,14 @@ struct Mbarrier {
       : arrivals(n), pending(n), agent(a), initialiser(by.index), initialised(by.now()), open(agents), done(agents) {}
 };
 
-// The copy engine's copy of rows of 128 bytes to shared memory.
+// The copy engine's copies. Of rows of 128 bytes from global memory, swizzled or not; or of bytes from shared memory as they stand.
 struct BoxCopy {
   uint32_t to, barrier;
   std::vector<const void*> rows;  // null: zeros
+  uint32_t from = 0, bytes = 0;   // instead of rows: within the cluster's shared memory
+  uint32_t announced = 0;         // what the barrier hears of
   bool swizzled = true;
+  uint32_t size() const { return bytes ? bytes : uint32_t(rows.size()) * 128; }
 };
 
 constexpr uint32_t kInFlight = UINT32_MAX;
@@ -167,17 +168,19 @@ struct Cell {  // four bytes of shared memory
 
 class Machine {
  public:
-  static constexpr uint32_t kBase = 2048;  // address of the block's shared memory
-  // Called when an mbarrier completes a phase: the offset of the barrier, the number of the phase.
-  std::function<void(Machine&, uint32_t, uint32_t)> on_phase;
+  static constexpr uint32_t kBase = 2048;           // address of a block's shared memory in its window
+  static constexpr uint32_t kWindow = 1u << 18;     // of each block of the cluster: what a matrix descriptor can address
+  // Called when an mbarrier completes a phase: the block's rank, the offset of the barrier, the number of the phase.
+  std::function<void(Machine&, int, uint32_t, uint32_t)> on_phase;
 
-  Machine(int threads, uint32_t shared_bytes, uint64_t seed)
-      : shared_(shared_bytes, 0xff), cells_((shared_bytes + 3) / 4), warps_(threads / 32), agents_(threads + kMaximumBarriers),
-        random_(seed * 0x9e3779b97f4a7c15ull + 0x2545f4914f6cdd1dull) {
-    while (stacks().size() < size_t(threads)) stacks().emplace_back(new char[kStackBytes]);
-    for (int i = 0; i < threads; ++i) lanes_.emplace_back(new Lane(i, agents_)), runnable_.push_back(lanes_.back().get());
-    for (Warp& w : warps_) w.weight = 1u << draw(5);  // some warps hurry, some lag
-    left_ = threads;
+  Machine(int threads, uint32_t shared_bytes, uint64_t seed, int ranks = 1)
+      : threads_(threads), shared_bytes_(shared_bytes), shared_((ranks - 1) * kWindow + shared_bytes, 0xff), cells_((shared_.size() + 3) / 4),
+        warps_(ranks * threads / 32), agents_(ranks * (threads + kMaximumBarriers)), random_(seed * 0x9e3779b97f4a7c15ull + 0x2545f4914f6cdd1dull) {
+    left_ = ranks * threads;
+    while (stacks().size() < size_t(left_)) stacks().emplace_back(new char[kStackBytes]);
+    for (int i = 0; i < left_; ++i) lanes_.emplace_back(new Lane(i, agents_)), runnable_.push_back(lanes_.back().get());
+    for (Warp& w : warps_) w.weight = 1u << draw(12);  // some warps hurry, some lag
+    inside_.assign(ranks, threads);
   }
 
   // Runs the block to its end; throws Failure.
@@ -186,8 +189,11 @@ class Machine {
   Lane& lane() { return *current_; }
   Warp& warp() { return warps_[current_->warp()]; }
   Lane& warp_lane(int i) { return *lanes_[current_->warp() * 32 + i]; }
-  int threads() const { return int(lanes_.size()); }
-  const uint8_t* shared(uint32_t at) const { return &shared_[at]; }
+  int threads() const { return threads_; }  // of a block
+  int ranks() const { return int(inside_.size()); }
+  int rank() const { return current_->index / threads_; }
+  uint32_t window() const { return rank() * kWindow; }
+  const uint8_t* shared(int rank, uint32_t at) const { return &shared_[rank * kWindow + at]; }
   uint32_t draw(uint32_t n) {
     random_ ^= random_ << 13, random_ ^= random_ >> 7, random_ ^= random_ << 17;
     return uint32_t(random_ >> 33) % n;
@@ -233,10 +239,8 @@ class Machine {
     std::memcpy(&shared_[at], from, bytes);
   }
   void start_copy(Copy copy);
-  void finish_copies();
+  void finish_copies(int pending);
   void start_box(BoxCopy box);
-  void start_store(Store store);
-  void finish_stores();
 
   // ---- order
   void release(Lane& lane, Order& into) {
@@ -244,7 +248,7 @@ class Machine {
     ++lane.order.seen[lane.index];
   }
   void sync_warp();
-  void group_barrier(int id, int count, bool waits);
+  void group_barrier(int id, int count, bool waits);  // id -1: of the cluster
   void fence_proxy() {
     current_->order.fenced = current_->order.seen;
     ++current_->order.seen[current_->index];
@@ -253,7 +257,7 @@ class Machine {
   void mbarrier_arrive(uint32_t address, uint32_t bytes);
   bool mbarrier_test(uint32_t address, uint32_t parity);
   void mbarrier_wait(uint32_t address, uint32_t parity);
-  int arrivals = 0;  // counted for planted faults
+  int arrivals = 0, peer_arrivals = 0;  // counted for planted faults
 
   // ---- asynchronous products
   void start_product(Product p);
@@ -269,12 +273,14 @@ class Machine {
   }
 
   uint32_t offset(uint32_t address, uint32_t bytes) {
-    if (address < kBase || address - kBase + bytes > shared_.size()) fail("offset %d lies outside shared memory", int(address - kBase));
+    const uint32_t block = address / kWindow, at = address % kWindow;
+    if (at < kBase || at - kBase + bytes > shared_bytes_ || block >= inside_.size()) fail("offset %d lies outside shared memory", int(at - kBase));
     if (address % bytes) fail("offset %u is not aligned to %u bytes", address - kBase, bytes);
+    if (inside_[block] == 0) fail("block %u has left, and its shared memory is used", block);
     return address - kBase;
   }
   std::string name(int agent) const {
-    if (agent >= threads()) return "a copy";
+    if (agent >= int(lanes_.size())) return "a copy";
     return "warp " + std::to_string(agent >> 5) + " lane " + std::to_string(agent & 31);
   }
   static bool ordered(const Lane& lane, const Access& a) { return a.time != kInFlight && lane.order.seen[a.agent] >= a.time; }
@@ -302,6 +308,9 @@ class Machine {
   void enter(Lane* lane);
   static void entry();
 
+  int threads_;
+  uint32_t shared_bytes_;
+  std::vector<int> inside_;  // of each block: lanes that have not left
   std::vector<uint8_t> shared_;
   std::vector<Cell> cells_;
   std::vector<Warp> warps_;
@@ -365,8 +374,9 @@ inline void Machine::enter(Lane* lane) {
 inline void Machine::entry() {
   Machine& m = *machine;
   m.body_();
-  if (!m.current_->copies.empty() || !m.current_->stores.empty() || !m.warp().products.empty()) m.fail("ends before its copies or products");
+  if (!m.current_->copies.empty() || !m.warp().products.empty()) m.fail("ends before its copies or products");
   m.current_->waits_for = nullptr;
+  --m.inside_[m.rank()];
   if (--m.left_ == 0) _longjmp(m.main_, 1);
   m.enter(m.pick());
 }
@@ -411,6 +421,7 @@ inline void Machine::note_read(Lane& lane, uint32_t cell, bool collective, bool 
 }
 
 inline Access& Machine::note_write(Lane& lane, uint32_t cell, bool collective) {
+  if (mbarriers_.count((cell & ~1u) * 4 + kBase)) fail("writes at %u, over an mbarrier", cell * 4);
   Cell& c = cells_[cell];
   if (c.write.agent >= 0 && !ordered(lane, c.write) && !(collective && of_warp(lane, c.write)))
     fail("race: writes at %u as %s does, and nothing orders the two", cell * 4, name(c.write.agent).c_str());
@@ -428,24 +439,35 @@ inline void Machine::start_copy(Copy copy) {
   if (draw(2)) move(current_->copies.back());
 }
 
-inline void Machine::finish_copies() {
+inline void Machine::finish_copies(int pending) {
+  std::vector<Copy> left;
   for (Copy& copy : current_->copies) {
+    if (copy.group >= current_->copy_groups - pending) {
+      left.push_back(copy);
+      continue;
+    }
     move(copy);
     for (uint32_t i = 0; i < 4; ++i) {
       Access& w = cells_[(copy.to - kBase) / 4 + i].write;
       if (w.agent == current_->index && w.time == kInFlight) w.time = current_->now();
     }
   }
-  current_->copies.clear();
+  current_->copies = left;
 }
 
 inline void Machine::start_box(BoxCopy box) {
-  const uint32_t at = offset(box.to, box.swizzled ? 128 : 16), end = at + uint32_t(box.rows.size()) * 128;
-  if ((box.swizzled && box.to % 1024) || end > shared_.size()) fail("a box at %u", at);
+  const uint32_t at = offset(box.to, box.swizzled ? 128 : 16), end = at + box.size();
+  if (box.swizzled && box.to % 1024) fail("a box at %u", at);
+  offset(box.to + (box.size() - 1) / 16 * 16, 16);
   const Mbarrier& b = mbarrier(box.barrier);
   if (current_->order.fenced[b.initialiser] < b.initialised)
     fail("no proxy fence between the initialisation of mbarrier %u and a copy", box.barrier - kBase);
   const int agent = b.agent;
+  for (uint32_t i = 0; i < box.bytes / 4; ++i) {
+    const uint32_t cell = offset(box.from, 128) / 4 + i;
+    note_read(*current_, cell, false, true);
+    cells_[cell].reads.back() = {agent, false, kInFlight};
+  }
   for (uint32_t i = at / 4; i < end / 4; ++i) {
     const Access& last = cells_[i].write;
     if (last.agent >= 0 && ordered(*current_, last) && current_->order.fenced[last.agent] < last.time)
@@ -459,6 +481,15 @@ inline void Machine::finish_box(const BoxCopy& box) {
   Mbarrier& b = mbarriers_.at(box.barrier);
   const uint32_t time = std::max(b.open.seen[b.agent], b.done.seen[b.agent]) + 1;
   b.open.seen[b.agent] = b.open.fenced[b.agent] = time;
+  if (box.bytes) {
+    const uint32_t to = box.to - kBase, from = box.from - kBase;
+    std::memcpy(&shared_[to], &shared_[from], box.bytes);
+    for (uint32_t i = 0; i < box.bytes / 4; ++i) {
+      if (cells_[to / 4 + i].write.agent == b.agent && cells_[to / 4 + i].write.time == kInFlight) cells_[to / 4 + i].write.time = time;
+      for (Access& r : cells_[from / 4 + i].reads)
+        if (r.agent == b.agent && r.time == kInFlight) r.time = time;
+    }
+  }
   for (uint32_t row = 0; row < box.rows.size(); ++row) {
     const uint32_t at = box.to - kBase + row * 128;
     for (uint32_t unit = 0; unit < 8; ++unit) {
@@ -469,28 +500,8 @@ inline void Machine::finish_box(const BoxCopy& box) {
     for (uint32_t i = at / 4; i < at / 4 + 32; ++i)
       if (cells_[i].write.agent == b.agent && cells_[i].write.time == kInFlight) cells_[i].write.time = time;
   }
-  b.bytes -= planted == Fault::kLostBytes ? 16 : int64_t(box.rows.size()) * 128;
+  b.bytes -= planted == Fault::kLostBytes ? 16 : box.announced ? int64_t(box.announced) : int64_t(box.size());
   complete(box.barrier, b);
-}
-
-inline void Machine::start_store(Store store) {
-  if (store.bytes % 16 || reinterpret_cast<uintptr_t>(store.to) % 16) fail("a bulk store that is not aligned");
-  const uint32_t at = offset(store.from, 16);
-  if (at + store.bytes > shared_.size()) fail("a bulk store of %u bytes at %u", store.bytes, at);
-  for (uint32_t i = at / 4; i < (at + store.bytes) / 4; ++i) note_read(*current_, i, false, true);
-  current_->stores.push_back(store);
-  if (draw(2)) std::memcpy(store.to, &shared_[at], store.bytes), current_->stores.back().moved = true;
-}
-
-inline void Machine::finish_stores() {
-  for (Store& store : current_->stores) {
-    const uint32_t at = store.from - kBase;
-    if (!store.moved) std::memcpy(store.to, &shared_[at], store.bytes);
-    for (uint32_t i = at / 4; i < (at + store.bytes) / 4; ++i)
-      for (Access& r : cells_[i].reads)
-        if (r.agent == current_->index && r.time == kInFlight) r.time = current_->now();
-  }
-  current_->stores.clear();
 }
 
 // ---- order
@@ -504,8 +515,8 @@ inline void Machine::sync_warp() {
 }
 
 inline void Machine::group_barrier(int id, int count, bool waits) {
-  if (id < 0 || id > 15 || count % 32 || count <= 0 || count > threads()) fail("group barrier %d of %d threads", id, count);
-  GroupBarrier& b = groups_[id];
+  if (id < -1 || id > 15 || count % 32 || count <= 0 || count > (id < 0 ? int(lanes_.size()) : threads())) fail("group barrier %d of %d threads", id, count);
+  GroupBarrier& b = groups_[id < 0 ? id : rank() * 16 + id];
   if (b.arrived && b.expected != count) fail("group barrier %d of %d and of %d threads", id, b.expected, count);
   if (!b.order) b.order.reset(new Order(agents_));
   b.expected = count;
@@ -526,12 +537,13 @@ inline void Machine::group_barrier(int id, int count, bool waits) {
 
 inline void Machine::mbarrier_init(uint32_t address, uint32_t arrivals) {
   offset(address, 8);
-  if (mbarriers_.size() == kMaximumBarriers || arrivals == 0) fail("mbarrier %u of %u arrivals", uint32_t(mbarriers_.size()), arrivals);
-  const int agent = threads() + int(mbarriers_.size());
+  if (mbarriers_.size() == size_t(kMaximumBarriers) * ranks() || arrivals == 0) fail("mbarrier %u of %u arrivals", uint32_t(mbarriers_.size()), arrivals);
+  const int agent = int(lanes_.size() + mbarriers_.size());
   mbarriers_.insert_or_assign(address, Mbarrier(arrivals, agent, *current_, agents_));
 }
 
 inline void Machine::mbarrier_arrive(uint32_t address, uint32_t bytes) {
+  offset(address, 8);
   Mbarrier& b = mbarrier(address);
   if (planted != Fault::kUnorderedArrival) release(*current_, b.open);
   b.bytes += bytes;
@@ -541,7 +553,7 @@ inline void Machine::mbarrier_arrive(uint32_t address, uint32_t bytes) {
 
 inline void Machine::complete(uint32_t address, Mbarrier& b) {
   if (b.pending || b.bytes) return;
-  if (on_phase) on_phase(*this, address - kBase, b.phase);
+  if (on_phase) on_phase(*this, int(address / kWindow), address % kWindow - kBase, b.phase);
   b.pending = b.arrivals;
   ++b.phase;
   b.done.join(b.open);
@@ -566,7 +578,7 @@ inline void Machine::mbarrier_wait(uint32_t address, uint32_t parity) {
 // ---- asynchronous products
 // f(n, k, address) for every element of the right operand (16 of k, p.columns of n).
 template <class F> void Machine::for_elements(const Product& p, F f) {
-  const uint32_t start = uint32_t(p.b & 0x3fff) << 4, leading = uint32_t(p.b >> 16 & 0x3fff) << 4, stride = uint32_t(p.b >> 32 & 0x3fff) << 4;
+  const uint32_t start = p.window + (uint32_t(p.b & 0x3fff) << 4), leading = uint32_t(p.b >> 16 & 0x3fff) << 4, stride = uint32_t(p.b >> 32 & 0x3fff) << 4;
   const uint32_t swizzle = uint32_t(p.b >> 62);  // 1: 128 bytes, 2: 64, 3: 32
   if (swizzle == 0 || (p.transposed && swizzle != 1)) fail("a descriptor that is not emulated");
   const uint32_t mask = (16u >> swizzle) - 1, row = 256u >> swizzle;

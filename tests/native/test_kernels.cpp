@@ -200,17 +200,19 @@ void test_inverse() {
 
 struct TestPipe {
   static constexpr int kStages = 3;
-  static constexpr uint32_t kStageBytes = stage::bytes(false);
-  static constexpr uint32_t kStaging = kStages * kStageBytes;
-  static constexpr uint32_t kOnes = kStaging + 4 * 1024;
+  static constexpr uint32_t kStageBytes = stage::kBytes;
+  static constexpr uint32_t kValues = kStages * kStageBytes;
+  static constexpr uint32_t kOnes = kValues + 4 * kStages * 1024;
   static constexpr uint32_t kFull = kOnes + D * 4;
   static constexpr uint32_t kEmpty = kFull + kStages * 8;
   static constexpr uint32_t kBytes = kEmpty + kStages * 8;
+  static void release(uint32_t shared, uint32_t slot, uint32_t) { barrier_arrive(shared + kEmpty + 8 * slot); }
 };
 
 template <class Engine> void run_recurrence(const char* name, int tokens, bool decays) {
   using P = TestPipe;
-  const int chunks = (tokens + C - 1) / C, rows = 64, first_value = 64;
+  const int chunks = (tokens + C - 1) / C, rows = 64, first_value = 64, stride = 2 * D;
+  std::vector<float4> values((size_t(tokens) * stride * 2 + 15) / 16);  // (aligned)
   std::vector<std::vector<uint8_t>> stages(chunks, std::vector<uint8_t>(P::kStageBytes, 0xff));
   Vector state(D * rows), want_o(tokens * rows);
   for (double& x : state) x = double(float(normal()));
@@ -237,11 +239,9 @@ template <class Engine> void run_recurrence(const char* name, int tokens, bool d
           std::memcpy(&stages[c][at], &f, 4);
           x = f;
         });
-    for (int i = 0; i < C; ++i)
-      for (int d = 0; d < rows; ++d) {
-        const uint16_t u = float_to_bf16(float(v[i * rows + d]));
-        std::memcpy(&stages[c][stage::kValues + row_at(kPanel, i, first_value + d)], &u, 2);
-      }
+    for (int i = 0; i < C && c * C + i < tokens; ++i)
+      for (int d = 0; d < rows; ++d)
+        reinterpret_cast<uint16_t*>(values.data())[size_t(c * C + i) * stride + first_value + d] = float_to_bf16(float(v[i * rows + d]));
     // U = A diag(beta) (V + Kd S) with Kd negative as in the packet; O = Qd S + M U; S = diag(a) S + Kr^T U
     Vector r = v, u(C * rows), o(C * rows);
     auto add = [&](Vector& to, const Vector& left, const Vector& right, int inner, bool transposed, int outer) {
@@ -257,8 +257,10 @@ template <class Engine> void run_recurrence(const char* name, int tokens, bool d
     for (int i = 0; i < C && c * C + i < tokens; ++i) std::copy(&o[i * rows], &o[(i + 1) * rows], &want_o[(c * C + i) * rows]);
   }
 
-  const int stride = 2 * D;
-  std::vector<uint16_t> out(size_t(chunks * C + 1) * stride, 0x7fc1);
+  std::vector<float4> out_memory((size_t(chunks * C + 1) * stride * 2 + 15) / 16);
+  uint16_t* out = reinterpret_cast<uint16_t*>(out_memory.data());
+  const size_t out_size = size_t(chunks * C + 1) * stride;
+  std::fill_n(out, out_size, uint16_t(0x7fc1));
   Vector end(D * rows);
   emulation::Machine(5 * 32, P::kBytes, generator()).run([&] {
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
@@ -286,12 +288,13 @@ template <class Engine> void run_recurrence(const char* name, int tokens, bool d
       State st;
       auto element = [&](int i) { return (8 * (i >> 2) + 2 * t + (i & 1)) * rows + warp * 16 + 8 * ((i >> 1) & 1) + g; };
       for (int i = 0; i < 64; ++i) st[i] = start[element(i)];
-      recur<Engine, P>({base, warp, first_value + warp * 16, lane, out.data() + first_value + warp * 16, stride, tokens}, st);
+      const int64_t from_o = reinterpret_cast<const char*>(values.data()) - reinterpret_cast<const char*>(out);
+      recur<Engine, P>({base, warp, lane, out + first_value + warp * 16, from_o, stride, tokens}, st);
       for (int i = 0; i < 64; ++i) end[element(i)] = st[i];
     }
   });
   Vector got(tokens * rows);
-  for (size_t i = 0; i < out.size(); ++i) {
+  for (size_t i = 0; i < out_size; ++i) {
     const int token = int(i) / stride, channel = int(i) % stride - first_value;
     if (token < tokens && channel >= 0 && channel < rows) got[token * rows + channel] = bf16_to_float(out[i]);
     else check(out[i] == 0x7fc1, std::string(name) + ": o is written at token " + std::to_string(token) + " of " + std::to_string(tokens));
