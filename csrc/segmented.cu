@@ -138,9 +138,10 @@ __global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, 
 
 // Of a kernel whose CTAs hold 64 kRowGroups state rows in as many warpgroups; the warp behind them loads packets, and each of theirs its values.
 template <int kRowGroups, bool kOutputs> struct ReaderLayout {
-  static constexpr int kWarps = kRowGroups * 4, kThreads = kWarps * 32 + 32, kPerSM = kRowGroups == 1 ? 2 : 1;
+  static constexpr int kWarps = kRowGroups * 4, kThreads = kWarps * 32 + 32;
   static constexpr int kParts = 2 / kRowGroups;  // CTAs for all value rows
-  static constexpr int kStages = kRowGroups == 1 ? 3 : kOutputs ? 6 : 7;
+  // As many as a CTA of 128 rows has room for. A CTA of 64 has no more: a small call's then finds room beside one of step 1 (or of step 2).
+  static constexpr int kStages = 6;
   static constexpr uint32_t kStageBytes = stage::kBytes;
   static constexpr uint32_t kValues = kStages * kStageBytes;
   static constexpr uint32_t kOnes = kValues + (kOutputs ? kWarps * kStages * 1024 : 0);
@@ -149,7 +150,7 @@ template <int kRowGroups, bool kOutputs> struct ReaderLayout {
   static constexpr uint32_t kFull = kState + 8;
   static constexpr uint32_t kEmpty = kFull + kStages * 8;
   static constexpr uint32_t kBytes = kEmpty + kStages * 8;
-  static_assert(kPerSM * (kBytes + 1024) <= 233472, "more shared memory than an SM has");
+  static_assert(kBytes <= 232448, "more shared memory than a CTA can have");
   static KDA_DEVICE void release(uint32_t shared, uint32_t slot, uint32_t /*round*/) { barrier_arrive(shared + kEmpty + 8 * slot); }
 };
 
@@ -210,7 +211,7 @@ KDA_DEVICE const char* stored_state(const void* states, DType dtype, const Prefi
 }
 
 template <class Engine, int kRowGroups>
-__global__ void __launch_bounds__(ReaderLayout<kRowGroups, false>::kThreads, ReaderLayout<kRowGroups, false>::kPerSM)
+__global__ void __launch_bounds__(ReaderLayout<kRowGroups, false>::kThreads, 1)
     maps_kernel(const __grid_constant__ SegmentedArgs x) {
   using L = ReaderLayout<kRowGroups, false>;
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -218,7 +219,6 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, false>::kThreads, Rea
   const uint32_t base = shared_address(shared);
   const int thread = threadIdx.x, lane = thread & 31;
   const int warp = __shfl_sync(0xffffffffu, thread >> 5, 0);
-  allow_next_kernel();
 
   const uint32_t part = blockIdx.x % (2 * L::kParts), unit = blockIdx.x / (2 * L::kParts);
   const uint32_t head = unit % uint32_t(a.HV), row = unit / uint32_t(a.HV) / uint32_t(x.segment_slots);
@@ -231,18 +231,19 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, false>::kThreads, Rea
     if (of_zero && warp == L::kWarps) prefetch_values<kRowGroups>(a, u.task, group_row, segment * chunks, chunks, lane);
     start_reader<L>(base, thread);
   }
-  wait_for_previous_kernels();
-  if (!needed) return;
-
-  if (warp == L::kWarps) {
-    read_packets<L, false>(x, u.task, segment * chunks, chunks, base, lane);
+  if (!needed || warp == L::kWarps) {
+    wait_for_previous_kernels();
+    allow_next_kernel();
+    if (needed) read_packets<L, false>(x, u.task, segment * chunks, chunks, base, lane);
     return;
   }
-  State st;
+  State st;  // from the call's inputs, before the wait
   if (of_zero)
     load_state(st, segment == 0 ? stored_state(a.initial_state, a.state_in_dtype, a, u.task) : nullptr, a.state_in_dtype, a.state_v_first,
                group_row + warp * 16, lane);
   else unit_state(st, base + L::kUnit, group_row + warp * 16, lane);
+  wait_for_previous_kernels();
+  allow_next_kernel();
   const auto* v = static_cast<const uint16_t*>(a.v) + first_row(a, u.task, a.HV, u.task.head, kHeadDim) +
                   int64_t(segment) * x.segment * a.HV * kHeadDim + group_row + warp * 16;
   chain<Engine, L>({base, warp, lane, v, int(a.HV) * kHeadDim, chunks, of_zero}, st);
@@ -251,7 +252,7 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, false>::kThreads, Rea
 }
 
 template <class Engine, int kRowGroups>
-__global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, ReaderLayout<kRowGroups, true>::kPerSM)
+__global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, 1)
     outputs_kernel(const __grid_constant__ SegmentedArgs x) {
   using L = ReaderLayout<kRowGroups, true>;
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -273,15 +274,19 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, Read
     if (thread == 0) put_state_at(base + L::kState, left <= x.segment ? to : nullptr);
     start_reader<L>(base, thread);
   }
+  if (u.there && u.task.tokens > 0 && warp == L::kWarps) {
+    // The packets are there before the states are: no CTA of this kernel starts before one of steps 2 or 3 has seen the end of step 1 (they let it
+    // start behind their own wait), and what a kernel wrote has reached global memory when it ends.
+    if (x.cut) fence_async_global();
+    else wait_for_previous_kernels();
+    read_packets<L, true>(x, u.task, first / kChunk, chunks, base, lane);
+    wait_for_previous_kernels();
+    return;
+  }
   wait_for_previous_kernels();
   if (!u.there) return;
   if (u.task.tokens == 0) {
     if (to && part == 0) copy_state(from, a.state_in_dtype, to, a.state_out_dtype, thread, L::kThreads);
-    return;
-  }
-
-  if (warp == L::kWarps) {
-    read_packets<L, true>(x, u.task, first / kChunk, chunks, base, lane);
     return;
   }
   // Formed anew behind the loop, which is short of registers.
@@ -304,7 +309,6 @@ __global__ void __launch_bounds__(FoldLayout::kThreads, 1) states_kernel(const _
   const uint32_t base = shared_address(shared);
   const int thread = threadIdx.x, lane = thread & 31;
   const int warp = __shfl_sync(0xffffffffu, thread >> 5, 0);
-  allow_next_kernel();
   constexpr uint32_t kSlices = kHeadDim / 16;
   const uint32_t slice = blockIdx.x % kSlices, head = blockIdx.x / kSlices % uint32_t(x.a.HV);
   const int64_t sequence = blockIdx.x / kSlices / uint32_t(x.a.HV), row = sequence / x.a.N;
@@ -317,6 +321,7 @@ __global__ void __launch_bounds__(FoldLayout::kThreads, 1) states_kernel(const _
     __syncthreads();
   }
   wait_for_previous_kernels();
+  allow_next_kernel();
   if (steps <= 0) return;
   const int slot = first_slot(task, x.a.N, x.segment);
   fold(map_at(x, task, slot), state_at(x, task, slot) + slice * kSliceBytes, steps, base, warp, lane);
@@ -341,11 +346,11 @@ SegmentedArgs plan(const PrefillArgs& a, int64_t* bytes) {
   auto slots = [&](int64_t size) { return int(std::min<int64_t>(a.offsets ? a.T / size + a.N : std::max<int64_t>((a.T + size - 1) / size, 1), INT32_MAX)); };
   x.chunk_slots = slots(kChunk), x.segment_slots = slots(x.segment);
   const int64_t heads = a.B * a.HV;
-  const bool cut = a.T > x.segment;
-  const int64_t packets = heads * x.chunk_slots * stage::kPacketBytes, of_maps = cut ? heads * x.segment_slots * kMapBytes : 0;
+  x.cut = a.T > x.segment;
+  const int64_t packets = heads * x.chunk_slots * stage::kPacketBytes, of_maps = x.cut ? heads * x.segment_slots * kMapBytes : 0;
   x.packets = static_cast<char*>(a.workspace);
   if (a.workspace) x.maps = x.packets + packets, x.states = x.maps + of_maps;
-  *bytes = packets + of_maps + (cut ? heads * x.segment_slots * kStateBytes : 0);
+  *bytes = packets + of_maps + (x.cut ? heads * x.segment_slots * kStateBytes : 0);
   return x;
 }
 
@@ -410,10 +415,14 @@ template <class Engine> cudaError_t select_segmented(const PrefillArgs& a, cudaS
 
 }  // namespace
 
-// The least of a model of steps 2 to 4, in cycles: what a CTA takes a chunk (or a map), times the rounds in which the SMs get through all CTAs. Step 1 does
-// not depend on the choice.
+// The least of a model of steps 2 to 4, in cycles: what a CTA takes a chunk (or a map), times the rounds in which the SMs get through all CTAs, or what the
+// memory takes for all of it. Step 1 does not depend on the choice.
 int segment_chunks(int64_t B, int64_t T, int64_t N, int64_t HV, int sm_count) {
   constexpr int64_t kMostSegments = 512;
+  constexpr double kKernel = 3000.;                      // from one kernel's end to the next one's first products
+  constexpr double kMaps64 = 700., kMaps128 = 1000., kMapsMemory = 10.;  // a chunk: for CTAs of 64 and 128 rows, and of all SMs' memory traffic
+  constexpr double kOutputs64 = 1000., kOutputs128 = 1550., kOutputsMemory = 16.;
+  constexpr double kFold = 750.;  // a map
   const int64_t sequences = std::max<int64_t>(B * N, 1), chunks = std::max<int64_t>((T + kChunk - 1) / kChunk / std::max<int64_t>(N, 1), 1);
   const int64_t tasks = sequences * HV;
   auto rounds = [&](int64_t ctas) { return double((ctas + sm_count - 1) / sm_count); };
@@ -424,9 +433,9 @@ int segment_chunks(int64_t B, int64_t T, int64_t N, int64_t HV, int sm_count) {
   double least = INFINITY;
   for (int64_t segments = 1; segments <= std::min(chunks, kMostSegments); ++segments) {
     const int64_t length = (chunks + segments - 1) / segments, real = (chunks + length - 1) / length;
-    double cycles = reader(tasks * real, 960., 1500., length);
-    if (real > 1) cycles += 4000. + reader(2 * tasks * (real - 1), 650., 960., length);
-    if (real > 2) cycles += 4000. + double(real - 2) * 800. * rounds(tasks * (kHeadDim / 16));
+    double cycles = std::max(reader(tasks * real, kOutputs64, kOutputs128, length), kOutputsMemory * double(tasks * chunks));
+    if (real > 1) cycles += kKernel + std::max(reader(2 * tasks * (real - 1), kMaps64, kMaps128, length), kMapsMemory * double(tasks * chunks));
+    if (real > 2) cycles += kKernel + double(real - 2) * kFold * rounds(tasks * (kHeadDim / 16));
     if (cycles < least) least = cycles, best = length;
   }
   return int(best);

@@ -48,14 +48,15 @@ KDA_DEVICE void load_slice(State& st, const char* slice, int lane) {
   }
 }
 
-// 16 value rows of a state, taken through the maps of one segment after the other by eight warps, each of which holds 16 channels of it:
+// 16 value rows of a state, taken through the maps of one segment after the other by four warps, each of which holds 32 channels of it:
 //
 //   St <- St diag(d) + round(St) P^T + Q
 //
 // The rounded state goes round all warps through shared memory, in two buffers that take turns. A stage of shared memory holds a map and the slice of
-// Q; thread 0 fills the stages ahead. `first` is the segment whose map comes first; the states behind it are written over the slices of Q.
+// Q; thread 0 fills the stages ahead. The operands of a map come to registers while the products with the one before are under way. The states behind
+// the maps are written over the slices of Q.
 struct FoldLayout {
-  static constexpr int kWarps = 8, kThreads = kWarps * 32, kStages = 5;
+  static constexpr int kWarps = 4, kThreads = kWarps * 32, kStages = 5, kTiles = 16 / kWarps;  // tiles of 8 channels of a warp
   static constexpr uint32_t kStageBytes = kMapBytes + kSliceBytes;
   static constexpr uint32_t kRounded = kStages * kStageBytes, kRoundedBytes = 16 * kHeadDim * 2;
   static constexpr uint32_t kFull = kRounded + 2 * kRoundedBytes;
@@ -76,56 +77,79 @@ KDA_DEVICE void fold(const char* maps, char* states, int steps, uint32_t shared,
   if (thread == 0)
     for (int step = 0; step < L::kStages && step < steps; ++step) fill(step);
 
-  const uint32_t fragment = (warp * 64 + lane) * 16;  // of this warp's two tiles, in a slice
-  float st[2][4];
+  constexpr int kTiles = L::kTiles;
+  const uint32_t fragment = (warp * kTiles * 32 + lane) * 16;  // of this warp's tiles, in a slice
+  float st[kTiles][4];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < kTiles; ++i) {
     const float4 x = *reinterpret_cast<const float4*>(states + fragment + i * 512);
     st[i][0] = x.x, st[i][1] = x.y, st[i][2] = x.z, st[i][3] = x.w;
   }
   auto round_state = [&](int step) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < kTiles; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        store_shared_word(shared + L::kRounded + (step & 1) * L::kRoundedBytes + ((2 * warp + i) * 2 + h) * 128 + lane * 4,
+        store_shared_word(shared + L::kRounded + (step & 1) * L::kRoundedBytes + ((kTiles * warp + i) * 2 + h) * 128 + lane * 4,
                           pack_bf16(st[i][2 * h], st[i][2 * h + 1]));
   };
   round_state(0);
 
   const int tile = lane >> 3;
-  const uint32_t columns = ((tile & 1) * 16 + 2 * warp + (tile >> 1)) * 128 + (lane & 7) * 16;
+  const uint32_t columns = ((tile & 1) * 16 + kTiles * warp + (tile >> 1)) * 128 + (lane & 7) * 16;
+  uint32_t b[8][kTiles / 2][4];
+  float2 d[kTiles];
+  float4 q[kTiles];
+  auto await = [&](int step) {  // the step's map, and gives its stage
+    const uint32_t slot = uint32_t(step) % L::kStages;
+    barrier_wait(shared + L::kFull + 8 * slot, (uint32_t(step) / L::kStages) & 1);
+    return shared + slot * L::kStageBytes;
+  };
+  auto fetch_matrix = [&](uint32_t stage, int s) {
+#pragma unroll
+    for (int i = 0; i < kTiles / 2; ++i) load_tiles_transposed(b[s][i], stage + columns + s * 4096 + i * 256);
+  };
+  auto fetch_rest = [&](uint32_t stage) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      d[i] = load_shared2(stage + kMapDiagonal + ((warp * kTiles + i) * 8 + (lane & 3) * 2) * 4);
+      q[i] = load_shared4(stage + kMapBytes + fragment + i * 512);
+    }
+  };
+  {
+    const uint32_t stage = await(0);
+    fetch_rest(stage);
+#pragma unroll
+    for (int s = 0; s < 8; ++s) fetch_matrix(stage, s);
+  }
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    const uint32_t slot = uint32_t(step) % L::kStages, stage = shared + slot * L::kStageBytes;
-    barrier_wait(shared + L::kFull + 8 * slot, (uint32_t(step) / L::kStages) & 1);
-    uint32_t b[8][4];
-#pragma unroll
-    for (int s = 0; s < 8; ++s) load_tiles_transposed(b[s], stage + columns + s * 4096);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 d = load_shared2(stage + kMapDiagonal + (warp * 16 + i * 8 + (lane & 3) * 2) * 4);
-      const float4 q = load_shared4(stage + kMapBytes + fragment + i * 512);
-      st[i][0] = fma(st[i][0], d.x, q.x), st[i][1] = fma(st[i][1], d.y, q.y), st[i][2] = fma(st[i][2], d.x, q.z), st[i][3] = fma(st[i][3], d.y, q.w);
-    }
-    __syncthreads();  // the rounded state is there; nobody reads the stage before
-    if (thread == 0 && step > 0 && step - 1 + L::kStages < steps) fill(step - 1 + L::kStages);
+    __syncthreads();  // the rounded state is there, and all have fetched this step's map
+    if (thread == 0 && step + L::kStages < steps) fill(step + L::kStages);
     const uint32_t rounded = shared + L::kRounded + (step & 1) * L::kRoundedBytes + lane * 16;
-    float odd[2][4] = {};  // two sums a tile: shorter chains of products
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i)
+      st[i][0] = fma(st[i][0], d[i].x, q[i].x), st[i][1] = fma(st[i][1], d[i].y, q[i].y), st[i][2] = fma(st[i][2], d[i].x, q[i].z),
+      st[i][3] = fma(st[i][3], d[i].y, q[i].w);
+    const uint32_t next = await(step + 1 < steps ? step + 1 : step);
+    float odd[kTiles][4] = {};  // two sums a tile: shorter chains of products
+    uint32_t a[8][4];
+#pragma unroll
+    for (int s = 0; s < 8; ++s) load_tiles(a[s], rounded + s * 512);
 #pragma unroll
     for (int s = 0; s < 8; ++s) {
-      uint32_t a[4];
-      load_tiles(a, rounded + s * 512);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) mma_bf16(s & 1 ? odd[i] : st[i], a, b[s][2 * i], b[s][2 * i + 1]);
+      for (int i = 0; i < kTiles; ++i) mma_bf16(s & 1 ? odd[i] : st[i], a[s], b[s][i >> 1][2 * (i & 1)], b[s][i >> 1][2 * (i & 1) + 1]);
+      fetch_matrix(next, s);
     }
+    fetch_rest(next);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < kTiles; ++i)
 #pragma unroll
       for (int e = 0; e < 4; ++e) st[i][e] += odd[i][e];
     round_state(step + 1);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < kTiles; ++i)
       *reinterpret_cast<float4*>(states + (step + 1) * int64_t(kStateBytes) + fragment + i * 512) = {st[i][0], st[i][1], st[i][2], st[i][3]};
   }
 }

@@ -57,9 +57,10 @@ KDA_DEVICE void prefetch_global(const void* p) { asm volatile("prefetch.global.L
 // one leaves, as soon as all CTAs have come here. wait_for_previous_kernels: everything that earlier kernels wrote is visible, to the copy engine too.
 // Every thread of every CTA calls it before it leaves: only then does the end of this kernel imply the end of those before.
 KDA_DEVICE void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+KDA_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 KDA_DEVICE void wait_for_previous_kernels() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("fence.proxy.async.global;" ::: "memory");
+  fence_async_global();
 }
 
 // Orders this thread's ordinary writes to shared memory before later reads by wgmma and the bulk copy engine.

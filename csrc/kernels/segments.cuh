@@ -29,6 +29,7 @@ struct SegmentedArgs {
   PrefillArgs a;
   int segment;  // tokens
   int chunk_slots, segment_slots;  // of a row
+  bool cut;          // into more than one segment: then there are maps
   int packet_parts;  // CTAs that share the packets of a row and head
   char* packets;  // [B, HV, chunk slots] packets
   char* maps;     // [B, HV, segment slots] maps

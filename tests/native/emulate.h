@@ -345,6 +345,7 @@ inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
 }
 inline void prefetch_global(const void*) {}
 inline void allow_next_kernel() {}
+inline void fence_async_global() {}
 inline void wait_for_previous_kernels() {}
 
 template <int kRegisters> void give_registers() {}
