@@ -112,7 +112,8 @@ __global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, 
   }
   __syncthreads();
 
-  const PrepareContext context = {a.gate, common + L::kGate, a.scale, a.l2norm, common + L::kBias, memory, 1 + group, 1 + L::kGroups + group, member, lane};
+  const PrepareContext context = {a.gate, common + L::kGate, a.scale, a.l2norm, common + L::kBias,
+                                  memory, 1 + group, 1 + L::kGroups + group, member, lane};
   char* const packets = x.packets + task * int64_t(x.chunk_slots) * stage::kPacketBytes;
   int brought = 0;  // by the copy engine
 #pragma unroll 1
@@ -140,8 +141,8 @@ __global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, 
 template <int kRowGroups, bool kOutputs> struct ReaderLayout {
   static constexpr int kWarps = kRowGroups * 4, kThreads = kWarps * 32 + 32;
   static constexpr int kParts = 2 / kRowGroups;  // CTAs for all value rows
-  // As many as a CTA of 128 rows has room for. A CTA of 64 has no more: a small call's then finds room beside one of step 1 (or of step 2).
-  static constexpr int kStages = 6;
+  // As many as a CTA of 128 rows has room for. One of 64 rows in step 2 has fewer, and so finds room beside two groups of step 1.
+  static constexpr int kStages = kRowGroups == 1 && !kOutputs ? 5 : 6;
   static constexpr uint32_t kStageBytes = stage::kBytes;
   static constexpr uint32_t kValues = kStages * kStageBytes;
   static constexpr uint32_t kOnes = kValues + (kOutputs ? kWarps * kStages * 1024 : 0);
@@ -221,8 +222,8 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, false>::kThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, thread >> 5, 0);
 
   const uint32_t part = blockIdx.x % (2 * L::kParts), unit = blockIdx.x / (2 * L::kParts);
-  const uint32_t head = unit % uint32_t(a.HV), row = unit / uint32_t(a.HV) / uint32_t(x.segment_slots);
-  const Unit u = find_unit(a, row, int(unit / uint32_t(a.HV) % uint32_t(x.segment_slots)), int(head), x.segment, lane);
+  const uint32_t head = unit % uint32_t(a.HV), row = unit / uint32_t(a.HV) / uint32_t(x.map_slots);
+  const Unit u = find_unit(a, row, int(unit / uint32_t(a.HV) % uint32_t(x.map_slots)), int(head), x.segment, lane);
   const bool of_zero = part < L::kParts;  // Q, not P
   const int chunks = x.segment / kChunk;
   const int segment = u.slot - u.first, group_row = int(part % L::kParts) * 64;
@@ -298,7 +299,8 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, 1)
   const int64_t values = static_cast<const char*>(a.v) - static_cast<const char*>(a.o);
   const RecurrenceContext context = {base, warp, lane, o, values, int(a.HV) * kHeadDim, tokens};
   recur<Engine, L>(context, st);
-  if (const auto final_state = get_state_at(base + L::kState)) store_state(st, final_state, a.state_out_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
+  if (const auto final_state = get_state_at(base + L::kState))
+    store_state(st, final_state, a.state_out_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
 }
 
 // ================================================================ 3. states
@@ -345,6 +347,7 @@ SegmentedArgs plan(const PrefillArgs& a, int64_t* bytes) {
   // With offsets any sequence may be the one that begins a unit late.
   auto slots = [&](int64_t size) { return int(std::min<int64_t>(a.offsets ? a.T / size + a.N : std::max<int64_t>((a.T + size - 1) / size, 1), INT32_MAX)); };
   x.chunk_slots = slots(kChunk), x.segment_slots = slots(x.segment);
+  x.map_slots = x.segment_slots - (a.offsets ? 0 : 1);
   const int64_t heads = a.B * a.HV;
   x.cut = a.T > x.segment;
   const int64_t packets = heads * x.chunk_slots * stage::kPacketBytes, of_maps = x.cut ? heads * x.segment_slots * kMapBytes : 0;
@@ -358,11 +361,12 @@ template <class Engine, bool kBounded, bool kGatesF32> cudaError_t launch_segmen
   int64_t bytes;
   SegmentedArgs x = plan(a, &bytes);
   using P = PacketsLayout<kBounded, kGatesF32>;
-  const int64_t tasks = a.B * a.HV, segments = tasks * x.segment_slots;
+  const int64_t tasks = a.B * a.HV, sms = sm_count();
   // Parts of a task: so many that the SMs get through all CTAs the soonest.
   double least = INFINITY;
-  for (int64_t parts = 1; parts <= x.chunk_slots && parts <= 2 * sm_count(); ++parts) {
-    const double cycles = double((tasks * parts + sm_count() - 1) / sm_count()) * (kPacketsFill + kPacketsChunk * double((x.chunk_slots + parts - 1) / parts));
+  for (int64_t parts = 1; parts <= x.chunk_slots && parts <= 2 * sms; ++parts) {
+    const int64_t rounds = (tasks * parts + sms - 1) / sms;
+    const double cycles = double(rounds) * (kPacketsFill + kPacketsChunk * double((x.chunk_slots + parts - 1) / parts));
     if (cycles < least) least = cycles, x.packet_parts = int(parts);
   }
   const int groups = int(std::min<int64_t>((x.chunk_slots + x.packet_parts - 1) / x.packet_parts, P::kGroups));
@@ -372,8 +376,8 @@ template <class Engine, bool kBounded, bool kGatesF32> cudaError_t launch_segmen
       e != cudaSuccess)
     return e;
   // A CTA of 64 rows is the faster one, of 128 the thriftier: it loads a packet once for both halves.
-  auto launch_reader = [&](auto one, auto two, int64_t parts) {  // parts: of 128 rows
-    return segments * parts * 2 <= sm_count() ? one(segments * parts * 2) : two(segments * parts);
+  auto launch_reader = [&](auto one, auto two, int64_t ctas) {  // ctas: of 128 rows
+    return ctas * 2 <= sms ? one(ctas * 2) : two(ctas);
   };
   const int64_t most = (a.T + x.segment - 1) / x.segment;  // segments that a sequence can have
   if (most > 1) {
@@ -386,7 +390,7 @@ template <class Engine, bool kBounded, bool kGatesF32> cudaError_t launch_segmen
           using L = ReaderLayout<2, false>;
           return launch_kernel<maps_kernel<Engine, 2>>(false, blocks, L::kThreads, L::kBytes, stream, x);
         },
-        2);
+        tasks * x.map_slots * 2);
     if (e != cudaSuccess) return e;
   }
   if (most > 2) {
@@ -403,7 +407,7 @@ template <class Engine, bool kBounded, bool kGatesF32> cudaError_t launch_segmen
         using L = ReaderLayout<2, true>;
         return launch_kernel<outputs_kernel<Engine, 2>>(false, blocks, L::kThreads, L::kBytes, stream, x);
       },
-      1);
+      tasks * x.segment_slots);
 }
 
 template <class Engine> cudaError_t select_segmented(const PrefillArgs& a, cudaStream_t stream) {
@@ -415,8 +419,8 @@ template <class Engine> cudaError_t select_segmented(const PrefillArgs& a, cudaS
 
 }  // namespace
 
-// The least of a model of steps 2 to 4, in cycles: what a CTA takes a chunk (or a map), times the rounds in which the SMs get through all CTAs, or what the
-// memory takes for all of it. Step 1 does not depend on the choice.
+// The least of a model of steps 2 to 4, in cycles: what a CTA takes a chunk (or a map), times the rounds in which the SMs get through all CTAs, or
+// what the memory takes for all of it. Step 1 does not depend on the choice.
 int segment_chunks(int64_t B, int64_t T, int64_t N, int64_t HV, int sm_count) {
   constexpr int64_t kMostSegments = 512;
   constexpr double kKernel = 3000.;                      // from one kernel's end to the next one's first products

@@ -37,6 +37,9 @@ FAULTS = {
     "nan-dropped": ("calls", "NaN gate is lost"),
     "half-inverse": ("inverse", "large"),
     "early-publish": ("recurrence", "race|nobody wrote"),
+    "cluster-barrier-open": ("packets", "nothing orders its initialisation"),
+    "lost-peer-arrival": ("packets", "deadlock: .* waits for .* mbarrier"),
+    "half-to-peer": ("packets", "nobody wrote"),
 }
 
 

@@ -28,7 +28,7 @@ constexpr int kSliceBytes = 16 * kHeadDim * 4;
 struct SegmentedArgs {
   PrefillArgs a;
   int segment;  // tokens
-  int chunk_slots, segment_slots;  // of a row
+  int chunk_slots, segment_slots, map_slots;  // of a row; the last are those of segments that may need a map
   bool cut;          // into more than one segment: then there are maps
   int packet_parts;  // CTAs that share the packets of a row and head
   char* packets;  // [B, HV, chunk slots] packets
