@@ -4,7 +4,7 @@
 //   M64    a pair of CTAs, 64 value rows each: CTA r prepares chunks r, r + 2, r + 4, ... for both
 //
 //   first warps      K2: a warpgroup for 64 value rows; the state stays in its registers from the first token to the last
-//   the others       K1: groups of four warps (bounded gates) or two (unbounded); the groups of a CTA take its chunks in turn
+//   the others       K1: groups of four warps; the groups of a CTA take its chunks in turn
 //
 //   stage ring       chunk c lives in stage c mod kStages, in every CTA:
 //                      K1: wait free -> write the packet -> full; in a pair also copied to the peer's stage, whose full it completes
@@ -78,11 +78,11 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = shared_address(shared);
   const int thread = threadIdx.x, lane = thread & 31;
-  const int warp = __shfl_sync(0xffffffffu, thread >> 5, 0);  // known to be uniform: no divergence code around the roles
-  const int rank = kRanks == 1 ? 0 : int(cluster_rank());
+  const int warp = int(uniform(thread >> 5));
+  const int rank = kRanks == 1 ? 0 : int(uniform(cluster_rank()));
   const Task task = find_task(a, blockIdx.x / kRanks, base + L::kFound);
 
-  const GateConstants gate = gate_constants<kBounded>(
+  const GateConstants gate = gate_constants(
       a.gate, a.a_log ? a.a_log[(a.gate_rows > 1 ? task.row : 0) * a.HV + task.head] : 0.f, a.lower_bound);
   if (thread < kHeadDim) {
     const float dt = a.dt_bias ? a.dt_bias[((a.gate_rows > 1 ? task.row : 0) * a.HV + task.head) * kHeadDim + thread] : 0.f;
@@ -110,10 +110,15 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
     const PrepareContext context = {a.gate, base + L::kGate, a.scale, a.l2norm, base + L::kBias, base + L::kMemory + group * L::Prepare::kBytes,
                                     1 + group, 1 + L::kGroups + group, member, lane};
     const Producer role = {base + L::kRows, base + L::kRaw + 8 * group, group * kRanks + rank, L::kGroups * kRanks};
+    auto send = [&](int chunk, uint32_t from, uint32_t to) {  // bytes of a packet, to the peer
+      if (kRanks == 1 || lane != 0) return;
+      const uint32_t packet = base + chunk % L::kStages * L::kStageBytes + from, full = base + L::kFull + 8 * (chunk % L::kStages);
+      copy_to_cluster(at_rank(packet, rank ^ 1), packet, to - from, at_rank(full, rank ^ 1));
+    };
     zero_outside(a, task, (rank * L::kGroups * L::Prepare::kWarps + producer) * 32 + lane, kRanks * L::kGroups * L::kGroupThreads);
     produce<typename L::Prepare>(
         a, maps, context, role,
-        [&](int chunk) {
+        [&](int chunk, int) {
           if (chunk >= L::kStages) {
             const int before = chunk - L::kStages, turn = before / (2 * L::kStages);
             const uint32_t free = base + L::kFree + 8 * (before % (2 * L::kStages));
@@ -121,11 +126,13 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
           }
           return SharedPacket{base + chunk % L::kStages * L::kStageBytes};
         },
-        [&](int chunk) {
-          if (lane != 0) return;
-          const uint32_t packet = base + chunk % L::kStages * L::kStageBytes, full = base + L::kFull + 8 * (chunk % L::kStages);
-          barrier_arrive(full);
-          if constexpr (kRanks == 2) copy_to_cluster(at_rank(packet, rank ^ 1), packet, stage::kPacketBytes, at_rank(full, rank ^ 1));
+        [&](int chunk) {  // so that this is on its way while A is made
+          send(chunk, 0, stage::kA);
+          send(chunk, stage::kM, stage::kPacketBytes);
+        },
+        [&](int chunk, int) {
+          if (lane == 0) barrier_arrive(base + L::kFull + 8 * (chunk % L::kStages));
+          send(chunk, stage::kA, stage::kM);
         });
   } else {
     if constexpr (L::kConsumerRegisters > L::kShare) take_registers<L::kConsumerRegisters>();

@@ -10,6 +10,12 @@ namespace jax_kda {
 cudaError_t baseline_m128(const PrefillArgs& a, cudaStream_t stream);
 cudaError_t baseline_m128_warp_engine(const PrefillArgs& a, cudaStream_t stream);
 cudaError_t baseline_m64(const PrefillArgs& a, cudaStream_t stream);
+cudaError_t c4_m128_d15(const PrefillArgs& a, cudaStream_t stream);
+cudaError_t c4_m64_d10(const PrefillArgs& a, cudaStream_t stream);
+cudaError_t c8_m128_d35(const PrefillArgs& a, cudaStream_t stream);
+int64_t c4_m128_d15_workspace(const PrefillArgs& a);
+int64_t c4_m64_d10_workspace(const PrefillArgs& a);
+int64_t c8_m128_d35_workspace(const PrefillArgs& a);
 cudaError_t segmented(const PrefillArgs& a, cudaStream_t stream);
 cudaError_t segmented_warp_engine(const PrefillArgs& a, cudaStream_t stream);
 int64_t segmented_workspace_bytes(const PrefillArgs& a);
@@ -17,7 +23,14 @@ int64_t segmented_workspace_bytes(const PrefillArgs& a);
 const char* compiled_architectures() { return JAX_KDA_ARCHITECTURES; }
 
 int64_t workspace_bytes(Route route, const PrefillArgs& a) {
-  return route == Route::kSegmented || route == Route::kSegmentedWarpEngine ? segmented_workspace_bytes(a) : 0;
+  switch (route) {
+    case Route::kC4M128D15: return c4_m128_d15_workspace(a);
+    case Route::kC4M64D10: return c4_m64_d10_workspace(a);
+    case Route::kC8M128D35: return c8_m128_d35_workspace(a);
+    case Route::kSegmented:
+    case Route::kSegmentedWarpEngine: return segmented_workspace_bytes(a);
+    default: return 0;
+  }
 }
 
 cudaError_t prefill(Route route, const PrefillArgs& a, cudaStream_t stream) {
@@ -33,6 +46,9 @@ cudaError_t prefill(Route route, const PrefillArgs& a, cudaStream_t stream) {
     case Route::kBaselineM128: return baseline_m128(a, stream);
     case Route::kBaselineM128WarpEngine: return baseline_m128_warp_engine(a, stream);
     case Route::kBaselineM64: return baseline_m64(a, stream);
+    case Route::kC4M128D15: return c4_m128_d15(a, stream);
+    case Route::kC4M64D10: return c4_m64_d10(a, stream);
+    case Route::kC8M128D35: return c8_m128_d35(a, stream);
     case Route::kSegmented: return segmented(a, stream);
     case Route::kSegmentedWarpEngine: return segmented_warp_engine(a, stream);
   }

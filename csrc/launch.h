@@ -21,6 +21,9 @@ enum class Route : int32_t {
   // The same with the recurrence that architectures without wgmma use (mma.sync), on any architecture: how that path is tested on Hopper.
   kBaselineM128WarpEngine = 1,
   kBaselineM64 = 2,
+  kC4M128D15 = 3,
+  kC4M64D10 = 4,
+  kC8M128D35 = 5,
   // Sequences cut into segments that all SMs work on at once: exact, whatever the gates. With the other engine likewise.
   kSegmented = 8,
   kSegmentedWarpEngine = 9,

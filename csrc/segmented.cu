@@ -32,7 +32,7 @@ namespace {
 template <bool kBounded, bool kGatesF32> struct PacketsLayout {
   using Prepare = std::conditional_t<kBounded, PrepareBounded<kGatesF32, GlobalPacket, 1>, PrepareUnbounded<kGatesF32, GlobalPacket>>;
   // What registers and shared memory allow.
-  static constexpr int kGroups = kBounded ? 5 : 6, kGroupThreads = Prepare::kWarps * 32, kThreads = kGroups * kGroupThreads;
+  static constexpr int kGroups = kBounded ? 5 : 4, kGroupThreads = Prepare::kWarps * 32, kThreads = kGroups * kGroupThreads;
   // Behind the groups' memory:
   static constexpr uint32_t kBias = 0, kGate = kBias + kHeadDim * 4, kRaw = kGate + 8;
   static constexpr uint32_t bytes(int groups) { return groups * (Prepare::kBytes + 8) + kRaw; }
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, 
   }
   uint32_t raw_beta = fetch_beta(now);
   const int64_t gate_head = (a.gate_rows > 1 ? row : 0) * a.HV + head;
-  const GateConstants gate = gate_constants<kBounded>(a.gate, a.a_log ? a.a_log[gate_head] : 0.f, a.lower_bound);
+  const GateConstants gate = gate_constants(a.gate, a.a_log ? a.a_log[gate_head] : 0.f, a.lower_bound);
   for (int i = thread; i < kHeadDim; i += blockDim.x)
     store_shared(common + L::kBias + i * 4, (a.dt_bias ? a.dt_bias[gate_head * kHeadDim + i] : 0.f) * gate.slope);
   if (thread == 0) store_shared2(common + L::kGate, gate.slope, gate.height);
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, 
 
   const PrepareContext context = {a.gate, common + L::kGate, a.scale, a.l2norm, common + L::kBias,
                                   memory, 1 + group, 1 + L::kGroups + group, member, lane};
-  char* const packets = x.packets + task * int64_t(x.chunk_slots) * stage::kPacketBytes;
+  char* const packets = x.packets + task * int64_t(x.chunk_slots) * kSlotBytes;
   int brought = 0;  // by the copy engine
 #pragma unroll 1
   for (int turn = 0; now.tokens > 0; ++turn) {
@@ -128,8 +128,8 @@ __global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, 
       sync_group(context.barrier, L::kGroupThreads);
     }
     Prepare::run(
-        context, now.tokens - now.chunk * kChunk, beta, turn, [&] { return GlobalPacket{packets + now.slot * int64_t(stage::kPacketBytes)}; },
-        [&] { copy(find(now.index + groups * x.packet_parts)); });
+        context, now.tokens - now.chunk * kChunk, beta, turn, [&] { return GlobalPacket(packets + now.slot * kSlotBytes); },
+        [&] { copy(find(now.index + groups * x.packet_parts)); }, [] {});
     now = find(now.index + groups * x.packet_parts);
     raw_beta = fetch_beta(now);
   }
@@ -190,7 +190,7 @@ KDA_DEVICE void read_packets(const SegmentedArgs& x, const Task& task, int first
   constexpr uint32_t kBytes = kWholePackets ? stage::kPacketBytes : 2 * kPanel + (stage::kM - stage::kKr) + (stage::kPacketBytes - stage::kDecay);
   uint32_t slot = 0, parity = 1;
 #pragma unroll 1
-  for (int i = 0; i < chunks; ++i, packet += stage::kPacketBytes) {
+  for (int i = 0; i < chunks; ++i, packet += kSlotBytes) {
     const uint32_t stage = base + slot * L::kStageBytes, full = base + L::kFull + 8 * slot;
     if (i >= L::kStages) barrier_wait(base + L::kEmpty + 8 * slot, parity);
     barrier_expect(full, kBytes);
@@ -350,10 +350,10 @@ SegmentedArgs plan(const PrefillArgs& a, int64_t* bytes) {
   x.map_slots = x.segment_slots - (a.offsets ? 0 : 1);
   const int64_t heads = a.B * a.HV;
   x.cut = a.T > x.segment;
-  const int64_t packets = heads * x.chunk_slots * stage::kPacketBytes, of_maps = x.cut ? heads * x.segment_slots * kMapBytes : 0;
-  x.packets = static_cast<char*>(a.workspace);
+  const int64_t packets = heads * x.chunk_slots * kSlotBytes, of_maps = x.cut ? heads * x.segment_slots * kMapBytes : 0;
+  x.packets = reinterpret_cast<char*>((reinterpret_cast<uint64_t>(a.workspace) + kSlotBytes - 1) / kSlotBytes * kSlotBytes);
   if (a.workspace) x.maps = x.packets + packets, x.states = x.maps + of_maps;
-  *bytes = packets + of_maps + (x.cut ? heads * x.segment_slots * kStateBytes : 0);
+  *bytes = kSlotBytes + packets + of_maps + (x.cut ? heads * x.segment_slots * kStateBytes : 0);
   return x;
 }
 

@@ -40,6 +40,8 @@ FAULTS = {
     "cluster-barrier-open": ("packets", "nothing orders its initialisation"),
     "lost-peer-arrival": ("packets", "deadlock: .* waits for .* mbarrier"),
     "half-to-peer": ("packets", "nobody wrote"),
+    "flag-wait-open": ("cluster", "error|race|nobody wrote"),
+    "lost-flag": ("cluster", "polls for ever"),
 }
 
 
@@ -51,10 +53,11 @@ def build(folder: Path, compiler: str) -> None:
     for header in CUDA_HEADERS:
         (folder / header).write_text('#include "cuda_stand_in.h"\n')
     launch = re.compile(r"(\w+)<<<(.*?)>>>\((.*?)\);")
-    kernel = (ROOT / "csrc/baseline.cu").read_text()
-    source, launches = launch.subn(r"emulation::launch(\1, \2, \3);", kernel)
-    assert launches == 1
-    (folder / "baseline_on_host.cuh").write_text(source)
+    for name in ("baseline", "cluster"):
+        kernel = (ROOT / f"csrc/{name}.cu").read_text()
+        source, launches = launch.subn(r"emulation::launch(\1, \2, \3);", kernel)
+        assert launches == 1
+        (folder / f"{name}_on_host.cuh").write_text(source)
     includes = [f"-I{path}" for path in (folder, ROOT / "tests/native", ROOT / "csrc")]
     # The fortified longjmp refuses to change stacks.
     options = ["-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-DJAX_KDA_EMULATE", *includes]
@@ -89,6 +92,7 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "packets",
         "tails",
         "calls",
+        "cluster",
         "prefix-bounded",
         "prefix-unbounded",
         "resets",

@@ -1,8 +1,4 @@
-// From gate and beta inputs to log decays and write strengths.
-//
-// Log decays leave here in base 2. In the unbounded scheme they come times 2^11: there K1 sums them as pairs of f16 (value and remainder) on the
-// matrix unit, and the factor keeps the remainder of small decays (1e-5 per token and less, which matter over 100,000 tokens) out of f16's
-// subnormals. The largest value, 20 nats = 28.9, stays below f16's 65504 / 2^11 = 32.
+// From gate and beta inputs to log decays (base 2) and write strengths.
 #pragma once
 
 #include "../launch.h"
@@ -11,23 +7,20 @@
 namespace jax_kda {
 
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kGateUnit = 2048.f;  // 2^11
 constexpr float kPairNats = 10.f;    // the unbounded scheme's floor for one token in pair weights: exp(-10) = 5e-5, a fiftieth of bf16's rounding
 constexpr float kFloorNats = 22.f;   // its floor for one token in everything that meets the state: exp(-22) = 3e-10
 
-// What the activation of one value head's gates needs.
+// What the activation of one value head's gates needs. Log decays need none.
 struct GateConstants {
-  GateMode mode;
   float slope;   // safe: -exp(A_log) log2 e; softplus: log2 e
-  float height;  // safe: 1 / (lower_bound log2 e unit); softplus: -exp(A_log) unit; unit: 1 (bounded scheme) or 2^11
+  float height;  // safe: 1 / (lower_bound log2 e); softplus: -exp(A_log)
 };
 
-template <bool kBounded> KDA_DEVICE GateConstants gate_constants(GateMode mode, float a_log, float lower_bound) {
-  constexpr float kUnit = kBounded ? 1.f : kGateUnit;
+KDA_DEVICE GateConstants gate_constants(GateMode mode, float a_log, float lower_bound) {
   const float a = fmaxf(exp2_approx(a_log * kLog2E), 1e-30f);  // not zero: a tail's gates are infinite
-  if (mode == GateMode::kSafe) return {mode, -a * kLog2E, 1.f / (lower_bound * kLog2E * kUnit)};
-  if (mode == GateMode::kSoftplus) return {mode, kLog2E, -a * kUnit};
-  return {mode, 1.f, kLog2E * kUnit};
+  if (mode == GateMode::kSafe) return {-a * kLog2E, 1.f / (lower_bound * kLog2E)};
+  if (mode == GateMode::kSoftplus) return {kLog2E, -a};
+  return {0.f, 0.f};
 }
 
 // log2(1 + 2^z), the softplus in base 2. lg2.approx has an absolute error near 1, which exp(A_log) would multiply: there the series is used.
@@ -37,17 +30,11 @@ KDA_DEVICE float softplus2(float z) {
   return max_keep_nan(z, 0.f) + (small < 0.0078125f ? series : log2_approx(1.f + small));
 }
 
-// Raw gate to log decay (base 2, times the unit). bias = dt_bias * slope.
-template <bool kBounded> KDA_DEVICE float log_decay(float raw, float bias, const GateConstants& c) {
-  if constexpr (kBounded) {
-    return rcp_approx(fma(exp2_approx(fma(raw, c.slope, bias)), c.height, c.height));
-  } else {
-    float y;
-    if (c.mode == GateMode::kLog) y = raw * c.height;
-    else if (c.mode == GateMode::kSoftplus) y = c.height * softplus2(fma(raw, c.slope, bias));
-    else y = rcp_approx(fma(exp2_approx(fma(raw, c.slope, bias)), c.height, c.height));
-    return max_keep_nan(y, -kFloorNats * kLog2E * kGateUnit);
-  }
+// Raw gate to log decay. bias = dt_bias * slope.
+template <GateMode kMode> KDA_DEVICE float log_decay(float raw, float bias, const GateConstants& c) {
+  if constexpr (kMode == GateMode::kLog) return raw * kLog2E;
+  else if constexpr (kMode == GateMode::kSoftplus) return c.height * softplus2(fma(raw, c.slope, bias));
+  else return rcp_approx(fma(exp2_approx(fma(raw, c.slope, bias)), c.height, c.height));
 }
 
 KDA_DEVICE float write_strength(float raw, BetaMode mode) {

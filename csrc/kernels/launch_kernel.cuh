@@ -25,6 +25,29 @@ template <auto kKernel> inline cudaError_t allow_shared_memory(int bytes) {
   return cudaSuccess;
 }
 
+// Whether a cluster of the kernel finds room on the current device at all (it may be partitioned); asked once per kernel and device.
+template <auto kKernel> inline cudaError_t cluster_fits(int ranks, int threads, int bytes, bool& fits) {
+  static std::atomic<int> known[64];  // 0 not yet, 1 no, 2 yes
+  int device = 0;
+  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
+  const int before = device < 64 ? known[device].load(std::memory_order_acquire) : 0;
+  fits = before == 2;
+  if (before != 0) return cudaSuccess;
+  cudaLaunchConfig_t config{};
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = unsigned(ranks), cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  config.gridDim = dim3(unsigned(ranks)), config.blockDim = dim3(unsigned(threads)), config.dynamicSmemBytes = size_t(bytes);
+  config.attrs = &cluster, config.numAttrs = 1;
+  int clusters = 0;
+  const cudaError_t e = cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config);
+  if (e == cudaErrorInvalidClusterSize || e == cudaErrorInvalidConfiguration) cudaGetLastError(), clusters = 0;
+  else if (e != cudaSuccess) return e;
+  fits = clusters > 0;
+  if (device < 64) known[device].store(fits ? 2 : 1, std::memory_order_release);
+  return cudaSuccess;
+}
+
 // The next kernel of a row: where the one before calls allow_next_kernel, this one's CTAs move in as that one's leave, and are set up by the time that
 // its results are complete (wait_for_previous_kernels). The first of a row is launched as usual: it waits for all that the stream holds.
 template <auto kKernel, class... Arguments>

@@ -18,6 +18,7 @@ namespace jax_kda {
 
 KDA_DEVICE uint32_t bits(float x) { return __float_as_uint(x); }
 KDA_DEVICE float from_bits(uint32_t x) { return __uint_as_float(x); }
+KDA_DEVICE uint64_t join(uint32_t lo, uint32_t hi) { uint64_t d; asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(lo), "r"(hi)); return d; }
 
 // ---- scalar functions. Approximate ones: absolute or relative error about 2^-22.
 KDA_DEVICE float exp2_approx(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
@@ -30,10 +31,6 @@ KDA_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
 // ---- 16-bit pairs: the first argument is the low half (the lower column)
 KDA_DEVICE uint32_t pack_bf16(float lo, float hi) { uint32_t r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
-KDA_DEVICE uint32_t pack_f16(float lo, float hi) { uint32_t r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
-KDA_DEVICE void unpack_f16(uint32_t x, float& lo, float& hi) {
-  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(lo), "=f"(hi) : "r"(x));
-}
 KDA_DEVICE float low_bf16(uint32_t x) { return from_bits(x << 16); }
 KDA_DEVICE float high_bf16(uint32_t x) { return from_bits(x & 0xffff0000u); }
 // The matrix unit cuts an f32 operand to 10 bits of mantissa. Half a unit is added first (on average over a binade), so that the cut has no bias;
@@ -43,11 +40,6 @@ KDA_DEVICE uint32_t to_tf32(float x) { return bits(x * 1.00034f); }
 // ---- warp products: d (+)= A B
 KDA_DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-KDA_DEVICE void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -100,8 +92,9 @@ KDA_DEVICE void store_global16_if(bool on, void* p, float4 v) {
 }
 
 KDA_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
-KDA_DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 KDA_DEVICE int count_lanes(bool x) { return __popc(__ballot_sync(0xffffffffu, x)); }
+// The same value in every lane, and the compiler knows it: in a uniform register.
+KDA_DEVICE uint32_t uniform(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
 KDA_DEVICE void sync_warp() { __syncwarp(); }
 KDA_DEVICE void sync_group(int barrier, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory"); }
 
@@ -114,7 +107,6 @@ KDA_DEVICE void arrive_group(int barrier, int threads) { asm volatile("bar.arriv
 KDA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 KDA_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending> KDA_DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory"); }
-KDA_DEVICE uint64_t join(uint32_t lo, uint32_t hi) { uint64_t d; asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(lo), "r"(hi)); return d; }
 
 template <bool kTransposeB> KDA_DEVICE void wgmma_n32(float* d, const uint32_t (&a)[4], uint64_t b, int accumulate) {
   asm volatile(

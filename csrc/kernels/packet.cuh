@@ -54,17 +54,21 @@ struct SharedPacket {
     store_tiles(base + at(lane >> 3, lane & 7), t0, t1, t2, t3);
   }
 };
-// In global memory, as ordinary stores: for packets that other CTAs will fetch.
+// In global memory, as ordinary stores: for packets that other CTAs will fetch. The place is aligned to 32 KB, so that an offset never carries into
+// the upper half of an address, which all stores share.
+constexpr int64_t kSlotBytes = 32768;
 struct GlobalPacket {
   static constexpr bool kReadable = false;
-  char* base;
-  KDA_DEVICE void word(uint32_t offset, uint32_t x) const { store_global(base + offset, x); }
-  KDA_DEVICE void two(uint32_t offset, float x, float y) const { store_global2(base + offset, x, y); }
-  KDA_DEVICE void four(uint32_t offset, float4 x) const { store_global16_if(true, base + offset, x); }
-  template <class At> KDA_DEVICE void tiles(int lane, At at, uint32_t t0, uint32_t t1, uint32_t t2, uint32_t t3) const {
+  uint32_t low, high;
+  explicit KDA_DEVICE GlobalPacket(const char* place) : low(uint32_t(reinterpret_cast<uint64_t>(place))), high(uint32_t(reinterpret_cast<uint64_t>(place) >> 32)) {}
+  KDA_DEVICE char* at(uint32_t offset) const { return reinterpret_cast<char*>(join(low + offset, high)); }
+  KDA_DEVICE void word(uint32_t offset, uint32_t x) const { store_global(at(offset), x); }
+  KDA_DEVICE void two(uint32_t offset, float x, float y) const { store_global2(at(offset), x, y); }
+  KDA_DEVICE void four(uint32_t offset, float4 x) const { store_global16_if(true, at(offset), x); }
+  template <class At> KDA_DEVICE void tiles(int lane, At place, uint32_t t0, uint32_t t1, uint32_t t2, uint32_t t3) const {
     const uint32_t t[4] = {t0, t1, t2, t3};
 #pragma unroll
-    for (int m = 0; m < 4; ++m) store_global(base + at(m, lane >> 2) + (lane & 3) * 4, t[m]);
+    for (int m = 0; m < 4; ++m) store_global(at(place(m, lane >> 2) + (lane & 3) * 4), t[m]);
   }
 };
 

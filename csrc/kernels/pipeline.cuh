@@ -15,7 +15,8 @@
 
 namespace jax_kda {
 
-constexpr uint32_t kWaitLimit = 1u << 18;  // polls, of about 15 us each where nothing happens: some seconds
+constexpr uint32_t kWaitLimit = 1u << 18;      // polls, of about 15 us each where nothing happens: some seconds
+constexpr uint32_t kFlagWaitLimit = 1u << 23;  // of less than 1 us
 
 KDA_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 KDA_DEVICE uint64_t* barrier_pointer(uint32_t b) { return static_cast<uint64_t*>(__cvta_shared_to_generic(b)); }
@@ -44,7 +45,7 @@ KDA_DEVICE void copy_tensor(uint32_t to, const void* map, int x, int y, int z, u
   cuda::ptx::cp_async_bulk_tensor(cuda::ptx::space_cluster, cuda::ptx::space_global, __cvta_shared_to_generic(to), map, at, barrier_pointer(barrier));
 }
 
-// Contiguous bytes from global to shared memory (both 16-byte aligned, a multiple of 16), by one thread. They complete on the barrier.
+// Contiguous bytes from global to shared memory (both 16-byte aligned, a multiple of 16), by one thread. The barrier is told when they are there.
 KDA_DEVICE void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier) : "memory");
@@ -52,16 +53,6 @@ KDA_DEVICE void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_
 
 // A hint: what will be read soon.
 KDA_DEVICE void prefetch_global(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(__cvta_generic_to_global(p)) : "memory"); }
-
-// Kernels in a row on one stream, launched so that the next may start early (launch_kernel.cuh). allow_next_kernel: it may take the room that this
-// one leaves, as soon as all CTAs have come here. wait_for_previous_kernels: everything that earlier kernels wrote is visible, to the copy engine too.
-// Every thread of every CTA calls it before it leaves: only then does the end of this kernel imply the end of those before.
-KDA_DEVICE void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-KDA_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-KDA_DEVICE void wait_for_previous_kernels() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  fence_async_global();
-}
 
 // Orders this thread's ordinary writes to shared memory before later reads by wgmma and the bulk copy engine.
 KDA_DEVICE void fence_async_shared() { cuda::ptx::fence_proxy_async(cuda::ptx::space_shared); }
@@ -98,6 +89,31 @@ KDA_DEVICE void barrier_wait_cluster(uint32_t b, uint32_t parity) {
 // From this CTA's shared memory to another's; the bytes complete on a barrier there.
 KDA_DEVICE void copy_to_cluster(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" :: "r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// ---- flags in global memory
+// What this thread has seen of other threads' ordinary writes to global memory, before its later bulk copies from there.
+KDA_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+KDA_DEVICE void set_flag(uint32_t* flag, uint32_t x) { asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(flag), "r"(x) : "memory"); }
+KDA_DEVICE void add_flag(uint32_t* flag, uint32_t bits) { asm volatile("red.release.gpu.global.or.b32 [%0], %1;" :: "l"(flag), "r"(bits) : "memory"); }
+// Polls until done(flag); what was written before the flag is visible then.
+template <class Done> KDA_DEVICE void wait_flag(const uint32_t* flag, Done done) {
+#pragma unroll 1
+  for (uint32_t i = 0; i < kFlagWaitLimit; ++i) {
+    uint32_t x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
+    if (done(x)) return;
+  }
+  trap();
+}
+
+// ---- kernels in a row on one stream, launched so that the next may start early (launch_kernel.cuh). allow_next_kernel: it may take the room that this
+// one leaves, as soon as all CTAs have come here. wait_for_previous_kernels: everything that earlier kernels wrote is visible, to the copy engine too.
+// Every thread of every CTA calls it before it leaves: only then does the end of this kernel imply the end of those before.
+KDA_DEVICE void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+KDA_DEVICE void wait_for_previous_kernels() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  fence_async_global();
 }
 
 template <int kRegisters> KDA_DEVICE void give_registers() {

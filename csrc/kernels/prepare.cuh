@@ -1,4 +1,4 @@
-// What both schemes of K1 share: what a group of warps keeps from chunk to chunk, and the last step, the inverse.
+// What both schemes of K1 share: what a group of warps keeps from chunk to chunk, the norms, and the last steps, from products to L, M and A.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 #include "inverse.cuh"
 #include "mma.cuh"
 #include "packet.cuh"
+#include "pipeline.cuh"
 
 namespace jax_kda {
 
@@ -26,7 +27,7 @@ struct PrepareContext {
 // From shared memory for every chunk: between them K1 is short of registers.
 KDA_DEVICE GateConstants load_gate(const PrepareContext& c) {
   const float2 x = load_shared2(c.gate);
-  return {c.mode, x.x, x.y};
+  return {x.x, x.y};
 }
 
 // A 16 x 16 block of A or M, in tiles 00, 01, 10, 11, to its place in the packet.
@@ -43,6 +44,63 @@ template <class N, class Packet> KDA_DEVICE void invert_and_store(N n, Packet pa
   invert(lane, n, [&](int row, int column, Tile t00, Tile t01, Tile t10, Tile t11) {
     store_block(packet, stage::kA, row, column, packed(t00), packed(t01), packed(t10), packed(t11), lane);
   });
+}
+
+KDA_DEVICE uint32_t tile_at(uint32_t square, int row, int column, int lane) { return square + ((row * (row + 1) / 2 + column) * 32 + lane) * 8; }
+
+// What belongs to a token: 1/|k|, scale / |q|, M's diagonal, beta. 16 bytes each, in shared memory: of tokens 8 warp ..., by the warp itself.
+// Norms are diagonals of small products.
+KDA_DEVICE void store_factors(const PrepareContext& c, uint32_t key_query, float beta, uint32_t factors, int lane) {
+  const int g = lane >> 2, t = lane & 3, w = c.warp;
+  const uint32_t quad = key_query + ((lane >> 3) & 1) * stage::kQueryRows + panel_unit(lane & 7, lane >> 4) + w * 1024;
+  float gram_k[2][4], gram_q[2][4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) gram_k[0][i] = gram_k[1][i] = gram_q[0][i] = gram_q[1][i] = 0.f;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t f[4][4];  // {k, q} x {channels 0-7, 8-15}: rows 0-7 are k's, rows 8-15 q's
+#pragma unroll
+    for (int s = 0; s < 4; ++s) load_tiles(f[s], (quad ^ (s << 5)) + half * stage::kKeyQueryPanel);
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      mma_bf16(gram_k[s & 1], f[s], f[s][0], f[s][2]);
+      mma_bf16(gram_q[s & 1], f[s], f[s][1], f[s][3]);
+    }
+  }
+  const float strength = shuffle(beta, w * 8 + g);
+  if (t == (g >> 1)) {
+    const int odd = g & 1;
+    const float kk = odd ? gram_k[0][1] + gram_k[1][1] : gram_k[0][0] + gram_k[1][0];
+    const float qk = odd ? gram_k[0][3] + gram_k[1][3] : gram_k[0][2] + gram_k[1][2];
+    const float qq = odd ? gram_q[0][3] + gram_q[1][3] : gram_q[0][2] + gram_q[1][2];
+    const float rk = c.l2norm ? rsqrt_approx(kk + 1e-6f) : 1.f, rq = c.scale * (c.l2norm ? rsqrt_approx(qq + 1e-6f) : 1.f);
+    store_shared4(factors + (w * 8 + g) * 16, {rk, rq, qk * rk * rq, strength});
+  }
+}
+
+// When this warp's rows of M are in the packet and its tiles of -L in the group's memory, `square`: [10 tiles][32 lanes] 2 f32. The warp whose turn it
+// is inverts; all_but_a() is called there, when the rest of the packet is there and no warp of the group reads raw rows or operands any more. True for
+// that warp, when the packet is whole.
+template <class Packet, class AllButA>
+KDA_DEVICE bool finish(const PrepareContext& c, const Packet& packet, uint32_t square, int turn, int lane, AllButA all_but_a) {
+  constexpr int kWarps = 4;
+  fence_async_shared();  // what this warp has written: the packet is read, and the rows are written, by engines
+  // A barrier of its own: the three that only arrive may reach the next chunk's barriers before the fourth comes here.
+  if ((turn & 3) != c.warp) {
+    arrive_group(c.tiles_barrier, kWarps * 32);
+    return false;
+  }
+  sync_group(c.tiles_barrier, kWarps * 32);
+  all_but_a();
+  invert_and_store(
+      [&](int row, int column) {
+        const float2 x = load_shared2(tile_at(square, row, column, lane));
+        return Tile{{x.x, x.y}};
+      },
+      packet, lane);
+  fence_async_shared();
+  sync_warp();
+  return true;
 }
 
 }  // namespace jax_kda

@@ -46,16 +46,16 @@ template <bool kGatesF32, class Packet, int kBuffers> struct PrepareBounded {
   static KDA_DEVICE uint32_t buffer(uint32_t memory, int turn) { return memory + (kBuffers == 2 ? (turn & 1) * kBufferBytes : 0); }
 
   // turn: how many chunks this group has prepared before; beta: of token `lane`. acquire() waits until the packet may be written, and gives
-  // it. rows_used() is called by one warp when the copy engine may bring the next rows. True for the warp that has finished the packet, after all
-  // others.
-  template <class Acquire, class RowsUsed>
-  static KDA_DEVICE bool run(const PrepareContext& c, int tokens, float beta, int turn, Acquire acquire, RowsUsed rows_used);
+  // it. rows_used() is called by one warp when the copy engine may bring the next rows; all_but_a() by the warp that inverts, when all of the packet
+  // but A is there. True for that warp, after all others.
+  template <class Acquire, class RowsUsed, class AllButA>
+  static KDA_DEVICE bool run(const PrepareContext& c, int tokens, float beta, int turn, Acquire acquire, RowsUsed rows_used, AllButA all_but_a);
 };
 
 template <bool kGatesF32, class Packet, int kBuffers>
-template <class Acquire, class RowsUsed>
+template <class Acquire, class RowsUsed, class AllButA>
 KDA_DEVICE bool PrepareBounded<kGatesF32, Packet, kBuffers>::run(const PrepareContext& c, int /*tokens*/, float beta, int turn, Acquire acquire,
-                                                                 RowsUsed rows_used) {
+                                                                 RowsUsed rows_used, AllButA all_but_a) {
   const int lane = int(opaque(c.lane)), g = lane >> 2, t = lane & 3, w = c.warp;
   const int panel = w & 1, block = w >> 1;
   const uint32_t memory = opaque(c.memory), rows = buffer(memory, turn);
@@ -66,33 +66,8 @@ KDA_DEVICE bool PrepareBounded<kGatesF32, Packet, kBuffers>::run(const PrepareCo
 
   // Loads from shared memory stand before the arithmetic that hides them: the compiler keeps their order.
 
-  // ---- 1. norms of tokens 8 w ..., as diagonals of small products
-  {
-    const uint32_t quad = rows + kKeyQuery + ((lane >> 3) & 1) * stage::kQueryRows + panel_unit(lane & 7, lane >> 4) + w * 1024;
-    float gram_k[2][4], gram_q[2][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) gram_k[0][i] = gram_k[1][i] = gram_q[0][i] = gram_q[1][i] = 0.f;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t f[4][4];  // {k, q} x {channels 0-7, 8-15}: rows 0-7 are k's, rows 8-15 q's
-#pragma unroll
-      for (int s = 0; s < 4; ++s) load_tiles(f[s], (quad ^ (s << 5)) + half * stage::kKeyQueryPanel);
-#pragma unroll
-      for (int s = 0; s < 4; ++s) {
-        mma_bf16(gram_k[s & 1], f[s], f[s][0], f[s][2]);
-        mma_bf16(gram_q[s & 1], f[s], f[s][1], f[s][3]);
-      }
-    }
-    const float strength = shuffle(beta, w * 8 + g);
-    if (t == (g >> 1)) {
-      const int odd = g & 1;
-      const float kk = odd ? gram_k[0][1] + gram_k[1][1] : gram_k[0][0] + gram_k[1][0];
-      const float qk = odd ? gram_k[0][3] + gram_k[1][3] : gram_k[0][2] + gram_k[1][2];
-      const float qq = odd ? gram_q[0][3] + gram_q[1][3] : gram_q[0][2] + gram_q[1][2];
-      const float rk = c.l2norm ? rsqrt_approx(kk + 1e-6f) : 1.f, rq = c.scale * (c.l2norm ? rsqrt_approx(qq + 1e-6f) : 1.f);
-      store_shared4(factors + (w * 8 + g) * 16, {rk, rq, qk * rk * rq, strength});
-    }
-  }
+  // ---- 1. norms of tokens 8 w ..., then
+  store_factors(c, rows + kKeyQuery, beta, factors, lane);
   // log decays (base 2) and their running sums, of tokens 16 block ... and this lane's two channels
   float sum[16][2];
   {
@@ -114,7 +89,7 @@ KDA_DEVICE bool PrepareBounded<kGatesF32, Packet, kBuffers>::run(const PrepareCo
       const float raw[2] = {kGatesF32 ? sum[i][0] : low_bf16(bits(sum[i][0])), kGatesF32 ? sum[i][1] : high_bf16(bits(sum[i][0]))};
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        total[e] += log_decay<true>(raw[e], e ? bias.y : bias.x, gate);  // a tail's tokens do not decay: see load_rows
+        total[e] += log_decay<GateMode::kSafe>(raw[e], e ? bias.y : bias.x, gate);  // a tail's tokens do not decay: see load_rows
         sum[i][e] = total[e];
       }
     }
@@ -246,28 +221,15 @@ KDA_DEVICE bool PrepareBounded<kGatesF32, Packet, kBuffers>::run(const PrepareCo
       tiles[i][2 + e] = column < row ? tiles[i][2 + e] : column == row ? own.x : 0.f;
     }
     m[i] = pack_bf16(tiles[i][2], tiles[i][3]);
-    if (i <= w) store_shared2(memory + kTiles + ((w * (w + 1) / 2 + i) * 32 + lane) * 8, tiles[i][0], tiles[i][1]);
+    if (i <= w) store_shared2(tile_at(memory + kTiles, w, i, lane), tiles[i][0], tiles[i][1]);
   }
   packet.tiles(lane, [&](int tile, int row) { return stage::kM + square_unit(w * 8 + row, tile); }, m[0], m[1], m[2], m[3]);
-  fence_async_shared();  // what this warp has written: the packet is read, and the rows are written, by engines
-  // A barrier of its own: the three that only arrive may reach the next chunk's barriers before the fourth comes here.
-  if ((turn & 3) != w) {
-    arrive_group(c.tiles_barrier, kWarps * 32);
-    return false;
-  }
-  sync_group(c.tiles_barrier, kWarps * 32);
 
   // ---- 4. A
-  if (kBuffers == 1) rows_used();
-  invert_and_store(
-      [&](int row, int column) {
-        const float2 x = load_shared2(memory + kTiles + ((row * (row + 1) / 2 + column) * 32 + lane) * 8);
-        return Tile{{x.x, x.y}};
-      },
-      packet, lane);
-  fence_async_shared();
-  sync_warp();
-  return true;
+  return finish(c, packet, memory + kTiles, turn, lane, [&] {
+    all_but_a();
+    if (kBuffers == 1) rows_used();
+  });
 }
 
 }  // namespace jax_kda

@@ -16,10 +16,11 @@ struct Producer {
   int first, step;       // chunks first, first + step, ...
 };
 
-// acquire(chunk) waits until the chunk's packet may be written, and gives it; called by all warps. publish(chunk) is called by all lanes of the warp
-// that has finished it.
-template <class Prepare, class Acquire, class Publish>
-KDA_DEVICE void produce(const PrefillArgs& a, const TensorMaps& maps, const PrepareContext& c, const Producer& p, Acquire acquire, Publish publish) {
+// acquire(chunk, turn) waits until the chunk's packet may be written, and gives it; called by all warps. all_but_a(chunk) and publish(chunk, turn) are
+// called by all lanes of the warp that finishes it. turn: how many chunks the group has prepared before.
+template <class Prepare, class Acquire, class AllButA, class Publish>
+KDA_DEVICE void produce(const PrefillArgs& a, const TensorMaps& maps, const PrepareContext& c, const Producer& p, Acquire acquire, AllButA all_but_a,
+                        Publish publish) {
   constexpr int kThreads = Prepare::kWarps * 32;
   // From shared memory each time: a register less in the hot phases.
   auto tokens = [&] { return get_tokens(p.rows); };
@@ -42,14 +43,15 @@ KDA_DEVICE void produce(const PrefillArgs& a, const TensorMaps& maps, const Prep
       barrier_wait(p.raw_barrier, turn & 1);
     } else {
       sync_group(c.barrier, kThreads);  // nobody reads the previous rows any more
-      load_rows<Prepare>(a, get_rows(p.rows), Prepare::buffer(c.memory, turn), chunk, tokens(), c.warp * 32 + c.lane);
+      load_rows<Prepare>(a, get_rows(p.rows), Prepare::buffer(c.memory, turn), chunk, tokens(), c.warp * 32 + int(opaque(c.lane)));
       copies_wait_all();
       sync_group(c.barrier, kThreads);
     }
     if (Prepare::run(
-            c, tokens() - chunk * kChunk, beta, turn, [&] { return acquire(chunk_of()); }, [&] { copy(chunk_of() + p.step, turn + 1); }))
-      publish(chunk_of());
-    raw_beta = fetch_beta(chunk_of() + p.step);
+            c, tokens() - chunk * kChunk, beta, turn, [&] { return acquire(chunk_of(), turn); }, [&] { copy(chunk_of() + p.step, turn + 1); },
+            [&] { all_but_a(chunk_of()); }))
+      publish(chunk_of(), turn);
+    raw_beta = fetch_beta(p.first + (int(opaque(turn)) + 1) * p.step);
   }
 }
 

@@ -31,7 +31,7 @@ struct SegmentedArgs {
   int chunk_slots, segment_slots, map_slots;  // of a row; the last are those of segments that may need a map
   bool cut;          // into more than one segment: then there are maps
   int packet_parts;  // CTAs that share the packets of a row and head
-  char* packets;  // [B, HV, chunk slots] packets
+  char* packets;  // [B, HV, chunk slots] packets, each at a multiple of kSlotBytes
   char* maps;     // [B, HV, segment slots] maps
   char* states;   // [B, HV, segment slots] first Q, then the state behind the segment
 };
@@ -83,7 +83,7 @@ KDA_DEVICE Unit find_unit(const PrefillArgs& a, int64_t row, int slot, int head,
 }
 
 KDA_DEVICE const char* packet_at(const SegmentedArgs& x, const Task& k, int slot) {
-  return x.packets + ((k.row * x.a.HV + k.head) * x.chunk_slots + slot) * int64_t(stage::kPacketBytes);
+  return x.packets + ((k.row * x.a.HV + k.head) * x.chunk_slots + slot) * kSlotBytes;
 }
 KDA_DEVICE char* map_at(const SegmentedArgs& x, const Task& k, int slot) {
   return x.maps + ((k.row * x.a.HV + k.head) * x.segment_slots + slot) * int64_t(kMapBytes);

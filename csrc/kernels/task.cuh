@@ -158,11 +158,11 @@ KDA_DEVICE uint32_t load_raw_beta(const PrefillArgs& a, const Rows& k, int token
 KDA_DEVICE float beta_value(uint32_t raw, DType dtype) { return dtype == DType::kF32 ? from_bits(raw) : low_bf16(raw); }
 
 // Copies of a chunk's raw rows by the threads of a group, to the group's memory: for tails, and where no tensor map can be had. Rows past the end of
-// the sequence become zeros and are not read. Their gates become minus infinity where the scheme is bounded: the safe gate's activation makes no
-// decay of it. Addresses are formed from the chunk each time: kept across a preparation they would cost more registers than this costs instructions.
+// the sequence become zeros and are not read. Their gates become what is no decay: zero for log decays, minus infinity for what goes through an
+// activation. Addresses are formed from the chunk each time: kept across a preparation they would cost more registers than this costs instructions.
 template <class Prepare> KDA_DEVICE void load_rows(const PrefillArgs& a, const Rows& k, uint32_t buffer, int chunk, int tokens, int thread) {
   constexpr bool kF32 = Prepare::kF32;
-  thread = int(opaque(thread));
+  buffer = opaque(buffer);
   const int unit = thread & 15, first = thread >> 4, left = tokens - chunk * kChunk;
   const int64_t token = k.first_token + (chunk * kChunk + first);
   const int64_t key_at = (token * a.H + k.key_head) * (kHeadDim * 2) + unit * 16, key_step = a.H * (kHeadDim * 2);
@@ -171,14 +171,14 @@ template <class Prepare> KDA_DEVICE void load_rows(const PrefillArgs& a, const R
   const char* gate = static_cast<const char*>(a.g) + gate_at;
   const uint32_t panel = unit >> 3, to_key = buffer + Prepare::kKeyQuery + panel * stage::kKeyQueryPanel, to_gate = buffer + Prepare::kGates + panel * kPanel;
   constexpr int kRows = Prepare::kWarps * 2;
+  const float none = !Prepare::kBounded && a.gate == GateMode::kLog ? 0.f : kF32 ? -INFINITY : from_bits(0xff80ff80u);
 #pragma unroll 2
   for (int row = first; row < kChunk; row += kRows) {
     const bool valid = row < left;
     const uint32_t at = panel_unit(row, unit & 7);
     copy16_or_zero(to_key + at, key, valid);
     copy16_or_zero(to_key + at + stage::kQueryRows, query, valid);
-    if (Prepare::kBounded && !valid) {
-      const float none = kF32 ? -INFINITY : from_bits(0xff80ff80u);
+    if (!valid) {
       store_shared4(to_gate + at, {none, none, none, none});
       if constexpr (kF32) store_shared4(to_gate + at + 2 * kPanel, {none, none, none, none});
     } else {

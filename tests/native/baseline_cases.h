@@ -37,7 +37,9 @@ struct Case {
   DType state_in = DType::kF32, state_out = DType::kF32;
   BetaMode beta = BetaMode::kSigmoid;
   bool warp_engine = false, dt_bias = true, tensor_maps = true;
-  int ranks = 1;  // 2: the pair
+  enum { kM128, kM64, kC4M128, kC4M64, kC8M128 } kernel = kM128;
+  int ranks() const { return std::array{1, 2, 4, 4, 8}[kernel]; }
+  int owners() const { return kernel == kM64 || kernel == kC4M64 ? 2 : 1; }
   int gate_rows = 1;
   int segment_chunks = 0;  // not 0: the segmented route, with segments of so many chunks
   int sm_count = 132;
@@ -95,19 +97,31 @@ class Call {
     a.state_in_dtype = c.state_in, a.state_out_dtype = c.state_out;
     a.gate = mode, a.beta_mode = c.beta, a.l2norm = c.l2norm, a.state_v_first = c.v_first, a.scale = float(scale()), a.lower_bound = lower_bound;
     packets.clear();
-    if (c.segment_chunks) emulation::on_phase = nullptr;
-    else if (c.ranks == 1) observe_gates<1>();
-    else observe_gates<2>();
-    emulation::ranks = c.ranks;
+    emulation::on_phase = nullptr;
+    if (c.kernel == Case::kM128 && !c.segment_chunks) observe_gates<M128>();
+    if (c.kernel == Case::kM64) observe_gates<M64>();
+    if (c.kernel == Case::kC4M128) observe_gates<OfCluster<C4M128>::Layout>();
+    if (c.kernel == Case::kC4M64) observe_gates<OfCluster<C4M64>::Layout>();
+    if (c.kernel == Case::kC8M128) observe_gates<OfCluster<C8M128>::Layout>();
+    emulation::ranks = c.ranks();
+    stand_in_sm_count = c.sm_count, a.segment_chunks = c.segment_chunks;
+    a.workspace_bytes = c.segment_chunks            ? segmented_workspace_bytes(a)
+                        : c.kernel == Case::kC4M128 ? c4_m128_d15_workspace(a)
+                        : c.kernel == Case::kC4M64  ? c4_m64_d10_workspace(a)
+                        : c.kernel == Case::kC8M128 ? c8_m128_d35_workspace(a)
+                                                    : 0;
+    const Guarded on_workspace(size_t(a.workspace_bytes));
+    a.workspace = on_workspace.data();
     emulation::launch_seed = generator();
     tensor_maps_refused = !c.tensor_maps;
-    stand_in_sm_count = c.sm_count, a.segment_chunks = c.segment_chunks;
-    const Guarded on_workspace(c.segment_chunks ? size_t(segmented_workspace_bytes(a)) : 0);
-    a.workspace = on_workspace.data();
-    const cudaError_t e = c.segment_chunks ? (c.warp_engine ? segmented_warp_engine(a, nullptr) : segmented(a, nullptr))
-                          : c.ranks == 2   ? baseline_m64(a, nullptr)
-                          : c.warp_engine  ? baseline_m128_warp_engine(a, nullptr)
-                                           : baseline_m128(a, nullptr);
+    auto* run = c.segment_chunks            ? (c.warp_engine ? segmented_warp_engine : segmented)
+                : c.kernel == Case::kM64    ? baseline_m64
+                : c.kernel == Case::kC4M128 ? c4_m128_d15
+                : c.kernel == Case::kC4M64  ? c4_m64_d10
+                : c.kernel == Case::kC8M128 ? c8_m128_d35
+                : c.warp_engine             ? baseline_m128_warp_engine
+                                            : baseline_m128;
+    const cudaError_t e = run(a, nullptr);
     check(e == cudaSuccess, what() + ": error " + std::to_string(e));
     o = decode(on_o, o.size(), false);
     final_state = decode(on_final, state.size(), f32);
@@ -125,7 +139,7 @@ class Call {
         for (int i = 0; i < D * D; ++i) S[i] = c.has_state ? state[state_at(s, h, i)] : 0.;
         const int block = tokens(s) && !c.segment_chunks ? find_block(x) : -1;
         for (int chunk = 0; chunk * C < tokens(s) && !c.segment_chunks; ++chunk)
-          for (int rank = 0; rank < c.ranks; ++rank) check_packet(s, block / c.ranks * c.ranks + rank, chunk, x);
+          for (int rank = 0; rank < c.owners(); ++rank) check_packet(s, block / c.ranks() * c.ranks() + rank, chunk, x);
         recur_exactly(s, h, x, S, want_o);
         if (!c.wants_state) continue;
         Vector got(D * D);
@@ -140,7 +154,8 @@ class Call {
 
   std::string what() const {
     return c.gates + (bounded() ? ", bounded" : ", unbounded") + (c.g_f32 ? ", f32 gates" : "") + (c.l2norm ? "" : ", no norm") +
-           (c.segment_chunks ? ", segments of " + std::to_string(c.segment_chunks) : "") + (c.warp_engine ? ", warp engine" : "") + (c.ranks == 2 ? ", pair" : "") + (c.tensor_maps ? "" : ", no tensor maps") + ", T = " + std::to_string(c.T) +
+           (c.segment_chunks ? ", segments of " + std::to_string(c.segment_chunks) : "") + (c.warp_engine ? ", warp engine" : "") +
+           std::array{"", ", pair", ", C4 M128", ", C4 M64", ", C8"}[c.kernel] + (c.tensor_maps ? "" : ", no tensor maps") + ", T = " + std::to_string(c.T) +
            (c.offsets.empty() ? "" : ", packed");
   }
 
@@ -252,9 +267,14 @@ class Call {
         packets[{emulation::first_block + rank, phase * L::kStages + slot}] = read_packet(m.shared(rank, slot * L::kStageBytes));
     };
   }
-  template <int kRanks> void observe_gates() {
-    if (bounded()) c.g_f32 ? observe<Baseline<kRanks, true, true>>() : observe<Baseline<kRanks, true, false>>();
-    else c.g_f32 ? observe<Baseline<kRanks, false, true>>() : observe<Baseline<kRanks, false, false>>();
+  template <bool kBounded, bool kF32> using M128 = Baseline<1, kBounded, kF32>;
+  template <bool kBounded, bool kF32> using M64 = Baseline<2, kBounded, kF32>;
+  template <class R> struct OfCluster {
+    template <bool kBounded, bool kF32> using Layout = Cluster<R, kBounded, kF32>;
+  };
+  template <template <bool, bool> class L> void observe_gates() {
+    if (bounded()) c.g_f32 ? observe<L<true, true>>() : observe<L<true, false>>();
+    else c.g_f32 ? observe<L<false, true>>() : observe<L<false, false>>();
   }
 
   // The unbounded scheme has a floor for the decay of one token: its packets are judged with it, o and the final state without.
@@ -309,7 +329,7 @@ void test_packets() {
       Case c(gates);
       c.T = 97 + 7 * (i % 9), c.g_f32 = f32, c.warp_engine = i % 4 == 1, c.beta_f32 = i % 3 == 0, c.tensor_maps = i % 5 != 2;
       Call(c).run_and_check();
-      c.ranks = 2, c.T = 33 + 29 * (i % 9);
+      c.kernel = Case::kM64, c.T = 33 + 29 * (i % 9);
       Call(c).run_and_check();
       ++i;
     }
@@ -322,6 +342,27 @@ void test_packets() {
       doubled.beta = BetaMode::kSigmoidDoubled, doubled.dt_bias = false, doubled.g_f32 = f32;
       Call(doubled).run_and_check();
     }
+}
+
+void test_cluster() {
+  int i = 0;
+  for (const char* gates : {"production", "long", "none", "collinear", "unbounded", "softplus"})
+    for (auto kernel : {Case::kC4M128, Case::kC4M64}) {
+      Case c(gates);
+      c.kernel = kernel, c.T = std::array{700, 33, 331, 1, 96, 530}[i % 6], c.g_f32 = i % 3 == 1, c.tensor_maps = i % 5 != 2;
+      Call(c).run_and_check();
+      ++i;
+    }
+  for (auto kernel : {Case::kC4M128, Case::kC4M64, Case::kC8M128}) {
+    Case packed("mixed");
+    packed.kernel = kernel, packed.B = 1, packed.T = 150, packed.HV = 2, packed.offsets = {2, 5, 70, 70, 134, 149};
+    packed.state_in = DType::kBF16, packed.v_first = true;
+    Call call(packed);
+    call.poison_outside();
+    call.run_and_check();
+    packed.offsets = {40, -3, 90, INT32_MAX, 20}, packed.kernel = kernel;  // wrong: nothing outside is touched, and it ends
+    Call(packed).run();
+  }
 }
 
 void test_tails() {

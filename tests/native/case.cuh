@@ -35,6 +35,9 @@ constexpr struct {
     {"baseline_m128", Route::kBaselineM128},
     {"baseline_m128_warp_engine", Route::kBaselineM128WarpEngine},
     {"baseline_m64", Route::kBaselineM64},
+    {"c4_m128_d15", Route::kC4M128D15},
+    {"c4_m64_d10", Route::kC4M64D10},
+    {"c8_m128_d35", Route::kC8M128D35},
     {"segmented", Route::kSegmented},
     {"segmented_warp_engine", Route::kSegmentedWarpEngine},
 };

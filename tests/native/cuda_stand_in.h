@@ -55,6 +55,28 @@ enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 inline int stand_in_sm_count = 132;
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = stand_in_sm_count, cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned n = 1) : x(n), y(1), z(1) {}
+};
+enum { cudaLaunchAttributeClusterDimension, cudaErrorInvalidConfiguration = 9, cudaErrorInvalidClusterSize = 912 };
+struct cudaLaunchAttribute {
+  int id;
+  struct {
+    dim3 clusterDim;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaLaunchAttribute* attrs;
+  int numAttrs;
+};
+inline int most_clusters = 30;  // that the device holds
+template <class Kernel> cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel, const cudaLaunchConfig_t*) {
+  *clusters = most_clusters;
+  return cudaSuccess;
+}
 template <class Kernel> cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) { return cudaSuccess; }
 
 // ---- tensor maps: tiles of three dimensions with a 128-byte swizzle

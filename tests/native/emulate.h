@@ -11,23 +11,6 @@ namespace jax_kda {
 namespace emulation {
 
 // ---- numbers
-inline float f16_to_float(uint16_t x) {
-  const int exponent = x >> 10 & 31, mantissa = x & 1023;
-  const float magnitude = exponent == 0    ? std::ldexp(float(mantissa), -24)
-                          : exponent == 31 ? (mantissa ? NAN : INFINITY)
-                                           : std::ldexp(float(mantissa + 1024), exponent - 25);
-  return x >> 15 ? -magnitude : magnitude;
-}
-inline uint16_t float_to_f16(float x) {
-  uint32_t u;
-  std::memcpy(&u, &x, 4);
-  const uint16_t sign = u >> 16 & 0x8000;
-  u &= 0x7fffffffu;
-  if (u > 0x7f800000u) return 0x7fff;
-  if (u >= 0x477ff000u) return sign | 0x7c00;                                                   // rounds to 65536 or more
-  if (u < 0x38800000u) return sign | uint16_t(std::lrint(std::ldexp(std::fabs(x), 24)));        // subnormal
-  return sign | uint16_t((u + 0xfffu + (u >> 13 & 1) - 0x38000000u) >> 13);
-}
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
 
 // ---- collective instructions
@@ -142,6 +125,7 @@ inline float from_bits(uint32_t x) {
   std::memcpy(&f, &x, 4);
   return f;
 }
+inline uint64_t join(uint32_t lo, uint32_t hi) { return uint64_t(hi) << 32 | lo; }
 inline float exp2_approx(float x) { return emulation::flushed(std::exp2(emulation::flushed(x))); }
 inline float log2_approx(float x) { return std::log2(emulation::flushed(x)); }
 inline float rcp_approx(float x) { return emulation::flushed(1.f / emulation::flushed(x)); }
@@ -153,10 +137,6 @@ inline float max_keep_nan(float x, float y) {
 inline float fma(float a, float b, float c) { return std::fma(a, b, c); }
 
 inline uint32_t pack_bf16(float lo, float hi) { return float_to_bf16(lo) | uint32_t(float_to_bf16(hi)) << 16; }
-inline uint32_t pack_f16(float lo, float hi) { return emulation::float_to_f16(lo) | uint32_t(emulation::float_to_f16(hi)) << 16; }
-inline void unpack_f16(uint32_t x, float& lo, float& hi) {
-  lo = emulation::f16_to_float(uint16_t(x)), hi = emulation::f16_to_float(uint16_t(x >> 16));
-}
 inline float low_bf16(uint32_t x) { return from_bits(x << 16); }
 inline float high_bf16(uint32_t x) { return from_bits(x & 0xffff0000u); }
 inline uint32_t to_tf32(float x) {
@@ -168,9 +148,6 @@ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
   const bool swapped = planted == Fault::kFragmentOrder;
   const uint32_t ordered[4] = {a[0], a[swapped ? 2 : 1], a[swapped ? 1 : 2], a[3]};
   emulation::mma<2>("mma.bf16", {d, ordered, {b0, b1}}, [](uint32_t x, int e) { return bf16_to_float(uint16_t(x >> (16 * e))); });
-}
-inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  emulation::mma<2>("mma.f16", {d, a, {b0, b1}}, [](uint32_t x, int e) { return emulation::f16_to_float(uint16_t(x >> (16 * e))); });
 }
 inline void mma_tf32(float (&d)[4], uint32_t upper0, uint32_t upper1, uint32_t lower0, uint32_t lower1, uint32_t b0, uint32_t b1) {
   const uint32_t a[4] = {upper0, lower0, upper1, lower1};
@@ -215,17 +192,6 @@ inline void store_global16_if(bool on, void* p, float4 v) {
   std::memcpy(p, &v, 16);
 }
 
-inline bool any_lane(bool x) {
-  struct Operand {
-    bool x, result;
-  } mine = {x, false};
-  machine->together("vote", mine, [](const std::array<Operand*, 32>& all) {
-    bool any = false;
-    for (const Operand* y : all) any |= y->x;
-    for (Operand* y : all) y->result = any;
-  });
-  return mine.result;
-}
 inline int count_lanes(bool x) {
   struct Operand {
     bool x;
@@ -248,6 +214,11 @@ inline float shuffle(float x, int lane) {
   });
   return mine.result;
 }
+inline uint32_t uniform(uint32_t x) {
+  const uint32_t same = bits(shuffle(from_bits(x), 0));
+  if (same != x) machine->fail("a value is not uniform");
+  return x;
+}
 inline void sync_warp() {
   if (planted != Fault::kWarpBarrierOpen) machine->sync_warp();
 }
@@ -265,7 +236,6 @@ template <int kPending> void wgmma_wait() {
   int none = 0;
   if (planted != Fault::kProductsNotAwaited) machine->together("wgmma.wait_group", none, [](auto&) { machine->finish_products(kPending); });
 }
-inline uint64_t join(uint32_t lo, uint32_t hi) { return uint64_t(hi) << 32 | lo; }
 template <bool kTransposeB> void wgmma_n32(float* d, const uint32_t (&a)[4], uint64_t b, int accumulate) {
   emulation::wgmma(32, kTransposeB, d, a, b, accumulate);
 }
@@ -323,7 +293,7 @@ inline void barrier_arrive_at(uint32_t b) {
 inline void barrier_wait_cluster(uint32_t b, uint32_t parity) { barrier_wait(b, parity); }
 inline void copy_to_cluster(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
   emulation::BoxCopy box = {to, barrier, {}};
-  box.from = from, box.bytes = planted == Fault::kHalfToPeer ? bytes / 256 * 128 : bytes, box.announced = bytes;
+  box.from = from, box.bytes = planted == Fault::kHalfToPeer ? bytes / 32 * 16 : bytes, box.announced = bytes;
   machine->start_box(std::move(box));
 }
 inline void copy_tensor(uint32_t to, const void* map, int x, int y, int z, uint32_t barrier) {
@@ -337,15 +307,21 @@ inline void copy_tensor(uint32_t to, const void* map, int x, int y, int z, uint3
 }
 
 inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-  if (bytes % 128 || reinterpret_cast<uintptr_t>(from) % 16) machine->fail("a bulk copy that is not emulated");
-  emulation::BoxCopy copy = {to, barrier, {}};
-  copy.swizzled = false;
-  for (uint32_t at = 0; at < bytes; at += 128) copy.rows.push_back(static_cast<const char*>(from) + at);
-  machine->start_box(std::move(copy));
+  emulation::BoxCopy box = {to, barrier, {}};
+  box.global = from, box.bytes = bytes;
+  machine->start_box(std::move(box));
 }
+inline void fence_async_global() {}
+inline void set_flag(uint32_t* flag, uint32_t x) { *flag = x; }
+inline void add_flag(uint32_t* flag, uint32_t bits) {
+  if (planted != Fault::kLostFlag || ++machine->flags != 3) *flag |= bits;
+}
+template <class Done> void wait_flag(const uint32_t* flag, Done done) {
+  while (planted != Fault::kFlagWaitOpen && !done(*flag)) machine->poll("flag", *flag);
+}
+
 inline void prefetch_global(const void*) {}
 inline void allow_next_kernel() {}
-inline void fence_async_global() {}
 inline void wait_for_previous_kernels() {}
 
 template <int kRegisters> void give_registers() {}

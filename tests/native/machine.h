@@ -60,13 +60,15 @@ enum class Fault {
   kClusterBarrierOpen,  // sync_cluster lets everyone through
   kLostPeerArrival,     // the fifth barrier_arrive_at is lost
   kHalfToPeer,          // copy_to_cluster brings half of the bytes
+  kFlagWaitOpen,        // wait_flag returns at once
+  kLostFlag,            // the third add_flag is lost
 };
 inline constexpr const char* kFaultNames[] = {
     "none",           "group-barrier-open", "warp-barrier-open",    "wait-open",      "lost-arrival", "lost-bytes",
     "unordered-arrival", "copies-not-awaited", "products-not-awaited", "no-proxy-fence", "swizzle",      "transposition",
     "fragment-order", "tail-copied",        "tail-stored",          "nan-dropped",    "half-inverse", "early-publish",
-    "cluster-barrier-open", "lost-peer-arrival", "half-to-peer"};
-static_assert(std::size(kFaultNames) == size_t(Fault::kHalfToPeer) + 1);
+    "cluster-barrier-open", "lost-peer-arrival", "half-to-peer", "flag-wait-open", "lost-flag"};
+static_assert(std::size(kFaultNames) == size_t(Fault::kLostFlag) + 1);
 inline Fault planted = Fault::kNone;
 
 struct Failure : std::runtime_error {
@@ -145,13 +147,13 @@ struct Mbarrier {
       : arrivals(n), pending(n), agent(a), initialiser(by.index), initialised(by.now()), open(agents), done(agents) {}
 };
 
-// The copy engine's copies. Of rows of 128 bytes from global memory, swizzled or not; or of bytes from shared memory as they stand.
+// The copy engine's copies. Of rows of 128 bytes from global memory, swizzled; or of bytes from shared memory as they stand.
 struct BoxCopy {
   uint32_t to, barrier;
   std::vector<const void*> rows;  // null: zeros
-  uint32_t from = 0, bytes = 0;   // instead of rows: within the cluster's shared memory
+  uint32_t from = 0, bytes = 0;   // instead of rows: within the cluster's shared memory,
+  const void* global = nullptr;   // or outside of it
   uint32_t announced = 0;         // what the barrier hears of
-  bool swizzled = true;
   uint32_t size() const { return bytes ? bytes : uint32_t(rows.size()) * 128; }
 };
 
@@ -257,7 +259,7 @@ class Machine {
   void mbarrier_arrive(uint32_t address, uint32_t bytes);
   bool mbarrier_test(uint32_t address, uint32_t parity);
   void mbarrier_wait(uint32_t address, uint32_t parity);
-  int arrivals = 0, peer_arrivals = 0;  // counted for planted faults
+  int arrivals = 0, peer_arrivals = 0, flags = 0;  // counted for planted faults
 
   // ---- asynchronous products
   void start_product(Product p);
@@ -456,15 +458,15 @@ inline void Machine::finish_copies(int pending) {
 }
 
 inline void Machine::start_box(BoxCopy box) {
-  const uint32_t at = offset(box.to, box.swizzled ? 128 : 16), end = at + box.size();
-  if (box.swizzled && box.to % 1024) fail("a box at %u", at);
+  const uint32_t at = offset(box.to, 16), end = at + box.size();
+  if (box.to % (box.bytes ? 16 : 1024)) fail("a box at %u", at);
   offset(box.to + (box.size() - 1) / 16 * 16, 16);
   const Mbarrier& b = mbarrier(box.barrier);
   if (current_->order.fenced[b.initialiser] < b.initialised)
     fail("no proxy fence between the initialisation of mbarrier %u and a copy", box.barrier - kBase);
   const int agent = b.agent;
-  for (uint32_t i = 0; i < box.bytes / 4; ++i) {
-    const uint32_t cell = offset(box.from, 128) / 4 + i;
+  for (uint32_t i = 0; i < box.bytes / 4 && !box.global; ++i) {
+    const uint32_t cell = offset(box.from, 16) / 4 + i;
     note_read(*current_, cell, false, true);
     cells_[cell].reads.back() = {agent, false, kInFlight};
   }
@@ -482,18 +484,18 @@ inline void Machine::finish_box(const BoxCopy& box) {
   const uint32_t time = std::max(b.open.seen[b.agent], b.done.seen[b.agent]) + 1;
   b.open.seen[b.agent] = b.open.fenced[b.agent] = time;
   if (box.bytes) {
-    const uint32_t to = box.to - kBase, from = box.from - kBase;
-    std::memcpy(&shared_[to], &shared_[from], box.bytes);
+    const uint32_t to = box.to - kBase, from = box.global ? to : box.from - kBase;
+    std::memcpy(&shared_[to], box.global ? box.global : &shared_[from], box.bytes);
     for (uint32_t i = 0; i < box.bytes / 4; ++i) {
       if (cells_[to / 4 + i].write.agent == b.agent && cells_[to / 4 + i].write.time == kInFlight) cells_[to / 4 + i].write.time = time;
       for (Access& r : cells_[from / 4 + i].reads)
-        if (r.agent == b.agent && r.time == kInFlight) r.time = time;
+        if (!box.global && r.agent == b.agent && r.time == kInFlight) r.time = time;
     }
   }
   for (uint32_t row = 0; row < box.rows.size(); ++row) {
     const uint32_t at = box.to - kBase + row * 128;
     for (uint32_t unit = 0; unit < 8; ++unit) {
-      uint8_t* to = &shared_[at + ((box.swizzled ? unit ^ (row & 7) : unit) << 4)];
+      uint8_t* to = &shared_[at + ((unit ^ (row & 7)) << 4)];
       if (box.rows[row]) std::memcpy(to, static_cast<const char*>(box.rows[row]) + unit * 16, 16);
       else std::memset(to, 0, 16);
     }

@@ -5,7 +5,8 @@
 //
 //   inverse      invert alone
 //   recurrence   K2 alone, both engines, fed with packets made here
-//   packets      the baseline kernel in every gate regime: K1's packets as they are announced to K2, o and the final state
+//   packets      the baseline kernels in every gate regime: K1's packets as they are announced to K2, o and the final state
+//   cluster      the owner/helper kernels likewise
 //   tails        every length of the last chunk, between neighbours that are all NaN
 //   calls        states, grouped heads, packed sequences, offsets of every wrong kind, NaN
 //   resets       gates that forget a large state
@@ -14,7 +15,7 @@
 //   prefix-bounded, prefix-unbounded
 //                later tokens change no bit of what belongs to earlier ones
 //
-// baseline_on_host.cuh is csrc/baseline.cu with its launch turned into emulation::launch.
+// baseline_on_host.cuh and cluster_on_host.cuh are csrc/*.cu with their launches turned into emulation::launch.
 #include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -23,6 +24,7 @@
 #include <random>
 
 #include "baseline_on_host.cuh"
+#include "cluster_on_host.cuh"
 #include "segmented.cu"
 
 namespace jax_kda {
@@ -333,7 +335,7 @@ void catch_touches() {
 int run(int argc, char** argv) {
   catch_touches();
   const std::map<std::string, void (*)()> parts = {
-      {"inverse", test_inverse}, {"recurrence", test_recurrence},         {"packets", test_packets},
+      {"inverse", test_inverse}, {"recurrence", test_recurrence},         {"packets", test_packets}, {"cluster", test_cluster},
       {"tails", test_tails},     {"calls", test_calls},                   {"prefix-bounded", test_prefix_bounded},
       {"resets", test_resets},   {"prefix-unbounded", test_prefix_unbounded}, {"segmented", test_segmented},
       {"segmented-calls", test_segmented_calls}};
