@@ -53,7 +53,7 @@ constexpr struct {
   Route route;
 } kRoutes[] = {
     {"baseline_m128", Route::kBaselineM128}, {"baseline_m64", Route::kBaselineM64},   {"c4_m128_d15", Route::kC4M128D15},
-    {"c4_m64_d10", Route::kC4M64D10},        {"c8_m128_d35", Route::kC8M128D35},
+    {"c4_m64_d10", Route::kC4M64D10},        {"c8_m128_d35", Route::kC8M128D35},   {"segmented", Route::kSegmented},
 };
 
 template <typename Values>
@@ -193,7 +193,8 @@ ffi::Error decode(const Call& call, PrefillArgs& args) {
     checks.dtype(name, *state, {DataType::F32, DataType::BF16});
   }
   // The kernels move 16 bytes at a time.
-  for (const AnyBuffer* buffer : {&call.q, &call.k, &call.v, &call.g, &call.initial_state, &call.o, &call.final_state}) {
+  for (const AnyBuffer* buffer : {&call.q, &call.k, &call.v, &call.g, &call.initial_state, &call.o, &call.final_state,
+                                  &call.workspace}) {
     checks.require(reinterpret_cast<uintptr_t>(buffer->untyped_data()) % 16 == 0,
                    "a buffer of shape " + shape_text(buffer->dimensions()) + " is not aligned to 16 bytes");
   }

@@ -24,6 +24,9 @@ enum class Route : int32_t {
   kC4M128D15 = 3,
   kC4M64D10 = 4,
   kC8M128D35 = 5,
+  // Sequences cut into segments that all SMs work on at once: exact, whatever the gates. With the other engine likewise.
+  kSegmented = 8,
+  kSegmentedWarpEngine = 9,
 };
 
 // One call of the operation. Arrays are dense, row-major, on the current device; a null pointer means "absent".
@@ -52,10 +55,15 @@ struct PrefillArgs {
   bool state_v_first;  // states are [.., V, K] instead of [.., K, V]
   float scale;
   float lower_bound;  // of the safe gate
+
+  int32_t segment_chunks;  // segmented routes: chunks of 32 tokens a segment, or 0 for what segment_chunks() says of the current device
 };
 
 // What this build holds machine code for, as compute capabilities ("90a", "100a", ...), comma separated.
 const char* compiled_architectures();
+
+// Chunks of 32 tokens in a segment that suit a call of these shapes: of B rows of T tokens with N sequences each, on this many SMs.
+int segment_chunks(int64_t B, int64_t T, int64_t N, int64_t HV, int sm_count);
 
 // The workspace that a route needs for this call.
 int64_t workspace_bytes(Route route, const PrefillArgs& args);

@@ -37,9 +37,11 @@ FAULTS = {
     "nan-dropped": ("calls", "NaN gate is lost"),
     "half-inverse": ("inverse", "large"),
     "early-publish": ("recurrence", "race|nobody wrote"),
-    "cluster-barrier-open": ("packets", "there is no mbarrier|race|nobody wrote"),
+    "cluster-barrier-open": ("packets", "nothing orders its initialisation"),
     "lost-peer-arrival": ("packets", "deadlock: .* waits for .* mbarrier"),
     "half-to-peer": ("packets", "nobody wrote"),
+    "flag-wait-open": ("cluster", "error|race|nobody wrote"),
+    "lost-flag": ("cluster", "polls for ever"),
 }
 PLANTED = [
     *((fault, *seen) for fault, seen in FAULTS.items()),
@@ -55,7 +57,7 @@ def build(folder: Path, compiler: str) -> None:
     for header in CUDA_HEADERS:
         (folder / header).write_text('#include "cuda_stand_in.h"\n')
     launch = re.compile(r"(\w+)<<<(.*?)>>>\((.*?)\);")
-    for name in ("baseline", "decode"):
+    for name in ("baseline", "cluster", "decode"):
         kernel = (ROOT / f"csrc/{name}.cu").read_text()
         source, launches = launch.subn(r"emulation::launch(\1, \2, \3);", kernel)
         assert launches == 1
@@ -94,10 +96,13 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "packets",
         "tails",
         "calls",
+        "cluster",
         "prefix-bounded",
         "prefix-unbounded",
         "resets",
         "decode",
+        "segmented",
+        "segmented-calls",
     ],
 )
 def test_the_kernels_are_right(program: Path, part: str) -> None:

@@ -1,4 +1,4 @@
-// Launching kernels: their shared memory.
+// Launching kernels: their shared memory, and kernels in a row that may start early.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,6 +19,8 @@ template <auto kKernel> inline cudaError_t allow_shared_memory(int bytes) {
   if (device < 64 && done[device].load(std::memory_order_acquire)) return cudaSuccess;
   std::lock_guard<std::mutex> lock(mutex);
   if (cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); e != cudaSuccess) return e;
+  // All of an SM's memory as shared memory: several CTAs find room, and an SM need not be emptied between kernels to be divided anew.
+  if (cudaError_t e = cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100); e != cudaSuccess) return e;
   if (device < 64) done[device].store(true, std::memory_order_release);
   return cudaSuccess;
 }
@@ -44,6 +46,27 @@ template <auto kKernel> inline cudaError_t cluster_fits(int ranks, int threads, 
   fits = clusters > 0;
   if (device < 64) known[device].store(fits ? 2 : 1, std::memory_order_release);
   return cudaSuccess;
+}
+
+// The next kernel of a row: where the one before calls allow_next_kernel, this one's CTAs move in as that one's leave, and are set up by the time that
+// its results are complete (wait_for_previous_kernels). The first of a row is launched as usual: it waits for all that the stream holds.
+template <auto kKernel, class... Arguments>
+cudaError_t launch_kernel(bool first, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  if (cudaError_t e = allow_shared_memory<kKernel>(shared_bytes); e != cudaSuccess) return e;
+#if defined(JAX_KDA_EMULATE)
+  emulation::launch(kKernel, uint32_t(blocks), threads, uint32_t(shared_bytes), stream, arguments...);
+  return cudaSuccess;
+#else
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(unsigned(threads));
+  config.dynamicSmemBytes = size_t(shared_bytes), config.stream = stream;
+  config.attrs = &early, config.numAttrs = first ? 0 : 1;
+  return cudaLaunchKernelEx(&config, kKernel, arguments...);
+#endif
 }
 
 }  // namespace jax_kda

@@ -51,6 +51,9 @@ KDA_DEVICE void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_
                :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier) : "memory");
 }
 
+// A hint: what will be read soon.
+KDA_DEVICE void prefetch_global(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(__cvta_generic_to_global(p)) : "memory"); }
+
 // Orders this thread's ordinary writes to shared memory before later reads by wgmma and the bulk copy engine.
 KDA_DEVICE void fence_async_shared() { cuda::ptx::fence_proxy_async(cuda::ptx::space_shared); }
 
@@ -102,6 +105,15 @@ template <class Done> KDA_DEVICE void wait_flag(const uint32_t* flag, Done done)
     if (done(x)) return;
   }
   trap();
+}
+
+// ---- kernels in a row on one stream, launched so that the next may start early (launch_kernel.cuh). allow_next_kernel: it may take the room that this
+// one leaves, as soon as all CTAs have come here. wait_for_previous_kernels: everything that earlier kernels wrote is visible, to the copy engine too.
+// Every thread of every CTA calls it before it leaves: only then does the end of this kernel imply the end of those before.
+KDA_DEVICE void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+KDA_DEVICE void wait_for_previous_kernels() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  fence_async_global();
 }
 
 template <int kRegisters> KDA_DEVICE void give_registers() {

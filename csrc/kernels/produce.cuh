@@ -43,7 +43,7 @@ KDA_DEVICE void produce(const PrefillArgs& a, const TensorMaps& maps, const Prep
       barrier_wait(p.raw_barrier, turn & 1);
     } else {
       sync_group(c.barrier, kThreads);  // nobody reads the previous rows any more
-      load_rows<Prepare>(a, p.rows, Prepare::buffer(c.memory, turn), chunk, tokens(), c.warp * 32 + int(opaque(c.lane)));
+      load_rows<Prepare>(a, get_rows(p.rows), Prepare::buffer(c.memory, turn), chunk, tokens(), c.warp * 32 + int(opaque(c.lane)));
       copies_wait_all();
       sync_group(c.barrier, kThreads);
     }

@@ -67,15 +67,16 @@ KDA_DEVICE int64_t first_row(const PrefillArgs& a, const Task& k, int64_t heads,
   return ((k.row * a.T + k.begin) * heads + head) * width;
 }
 
+// Tokens [from, to) of a batch row's o, of one head, become zeros.
+KDA_DEVICE void zero_rows(const PrefillArgs& a, int64_t row, int head, int from, int to, int thread, int threads) {
+  auto* o = static_cast<uint16_t*>(a.o) + ((row * a.T) * a.HV + head) * kHeadDim;
+  for (int64_t i = int64_t(from) * 16 + thread; i < int64_t(to) * 16; i += threads)
+    *reinterpret_cast<uint4*>(o + (i >> 4) * a.HV * kHeadDim + (i & 15) * 8) = make_uint4(0, 0, 0, 0);
+}
 // Rows of the batch row that belong to no sequence are zeros. Written by the tasks of its first and last sequence.
 KDA_DEVICE void zero_outside(const PrefillArgs& a, const Task& k, int thread, int threads) {
-  auto* o = static_cast<uint16_t*>(a.o) + ((k.row * a.T) * a.HV + k.head) * kHeadDim;
-  auto zero = [&](int from, int to) {
-    for (int64_t i = int64_t(from) * 16 + thread; i < int64_t(to) * 16; i += threads)
-      *reinterpret_cast<uint4*>(o + (i >> 4) * a.HV * kHeadDim + (i & 15) * 8) = make_uint4(0, 0, 0, 0);
-  };
-  if (k.first) zero(0, k.begin);
-  if (k.last) zero(k.begin + k.tokens, int(a.T));
+  if (k.first) zero_rows(a, k.row, k.head, 0, k.begin, thread, threads);
+  if (k.last) zero_rows(a, k.row, k.head, k.begin + k.tokens, int(a.T), thread, threads);
 }
 
 // Element i of a lane's state within a state stored [K, V] or [V, K], relative to the lane's first element: a constant, so that 64 accesses
@@ -159,9 +160,8 @@ KDA_DEVICE float beta_value(uint32_t raw, DType dtype) { return dtype == DType::
 // Copies of a chunk's raw rows by the threads of a group, to the group's memory: for tails, and where no tensor map can be had. Rows past the end of
 // the sequence become zeros and are not read. Their gates become what is no decay: zero for log decays, minus infinity for what goes through an
 // activation. Addresses are formed from the chunk each time: kept across a preparation they would cost more registers than this costs instructions.
-template <class Prepare> KDA_DEVICE void load_rows(const PrefillArgs& a, uint32_t where, uint32_t buffer, int chunk, int tokens, int thread) {
+template <class Prepare> KDA_DEVICE void load_rows(const PrefillArgs& a, const Rows& k, uint32_t buffer, int chunk, int tokens, int thread) {
   constexpr bool kF32 = Prepare::kF32;
-  const Rows k = get_rows(where);
   buffer = opaque(buffer);
   const int unit = thread & 15, first = thread >> 4, left = tokens - chunk * kChunk;
   const int64_t token = k.first_token + (chunk * kChunk + first);

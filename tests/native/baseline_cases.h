@@ -41,6 +41,8 @@ struct Case {
   int ranks() const { return std::array{1, 2, 4, 4, 8}[kernel]; }
   int owners() const { return kernel == kM64 || kernel == kC4M64 ? 2 : 1; }
   int gate_rows = 1;
+  int segment_chunks = 0;  // not 0: the segmented route, with segments of so many chunks
+  int sm_count = 132;
 };
 
 class Call {
@@ -95,13 +97,16 @@ class Call {
     a.state_in_dtype = c.state_in, a.state_out_dtype = c.state_out;
     a.gate = mode, a.beta_mode = c.beta, a.l2norm = c.l2norm, a.state_v_first = c.v_first, a.scale = float(scale()), a.lower_bound = lower_bound;
     packets.clear();
-    if (c.kernel == Case::kM128) observe_gates<M128>();
+    emulation::on_phase = nullptr;
+    if (c.kernel == Case::kM128 && !c.segment_chunks) observe_gates<M128>();
     if (c.kernel == Case::kM64) observe_gates<M64>();
     if (c.kernel == Case::kC4M128) observe_gates<OfCluster<C4M128>::Layout>();
     if (c.kernel == Case::kC4M64) observe_gates<OfCluster<C4M64>::Layout>();
     if (c.kernel == Case::kC8M128) observe_gates<OfCluster<C8M128>::Layout>();
     emulation::ranks = c.ranks();
-    a.workspace_bytes = c.kernel == Case::kC4M128   ? c4_m128_d15_workspace(a)
+    stand_in_sm_count = c.sm_count, a.segment_chunks = c.segment_chunks;
+    a.workspace_bytes = c.segment_chunks            ? segmented_workspace_bytes(a)
+                        : c.kernel == Case::kC4M128 ? c4_m128_d15_workspace(a)
                         : c.kernel == Case::kC4M64  ? c4_m64_d10_workspace(a)
                         : c.kernel == Case::kC8M128 ? c8_m128_d35_workspace(a)
                                                     : 0;
@@ -109,7 +114,8 @@ class Call {
     a.workspace = on_workspace.data();
     emulation::launch_seed = generator();
     tensor_maps_refused = !c.tensor_maps;
-    auto* run = c.kernel == Case::kM64      ? baseline_m64
+    auto* run = c.segment_chunks            ? (c.warp_engine ? segmented_warp_engine : segmented)
+                : c.kernel == Case::kM64    ? baseline_m64
                 : c.kernel == Case::kC4M128 ? c4_m128_d15
                 : c.kernel == Case::kC4M64  ? c4_m64_d10
                 : c.kernel == Case::kC8M128 ? c8_m128_d35
@@ -131,8 +137,8 @@ class Call {
         const Activations x = activate(s, h);
         Vector S(D * D);
         for (int i = 0; i < D * D; ++i) S[i] = c.has_state ? state[state_at(s, h, i)] : 0.;
-        const int block = tokens(s) ? find_block(x) : -1;
-        for (int chunk = 0; chunk * C < tokens(s); ++chunk)
+        const int block = tokens(s) && !c.segment_chunks ? find_block(x) : -1;
+        for (int chunk = 0; chunk * C < tokens(s) && !c.segment_chunks; ++chunk)
           for (int rank = 0; rank < c.owners(); ++rank) check_packet(s, block / c.ranks() * c.ranks() + rank, chunk, x);
         recur_exactly(s, h, x, S, want_o);
         if (!c.wants_state) continue;
@@ -148,7 +154,8 @@ class Call {
 
   std::string what() const {
     return c.gates + (bounded() ? ", bounded" : ", unbounded") + (c.g_f32 ? ", f32 gates" : "") + (c.l2norm ? "" : ", no norm") +
-           (c.warp_engine ? ", warp engine" : "") + std::array{"", ", pair", ", C4 M128", ", C4 M64", ", C8"}[c.kernel] + (c.tensor_maps ? "" : ", no tensor maps") + ", T = " + std::to_string(c.T) +
+           (c.segment_chunks ? ", segments of " + std::to_string(c.segment_chunks) : "") + (c.warp_engine ? ", warp engine" : "") +
+           std::array{"", ", pair", ", C4 M128", ", C4 M64", ", C8"}[c.kernel] + (c.tensor_maps ? "" : ", no tensor maps") + ", T = " + std::to_string(c.T) +
            (c.offsets.empty() ? "" : ", packed");
   }
 

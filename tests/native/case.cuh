@@ -38,6 +38,8 @@ constexpr struct {
     {"c4_m128_d15", Route::kC4M128D15},
     {"c4_m64_d10", Route::kC4M64D10},
     {"c8_m128_d35", Route::kC8M128D35},
+    {"segmented", Route::kSegmented},
+    {"segmented_warp_engine", Route::kSegmentedWarpEngine},
 };
 
 inline Route route_of(const std::string& name) {
@@ -84,6 +86,7 @@ struct Case {
   // nothing but their decays. Else the regime names the gate, and brings an A_log and a dt_bias of its own.
   bool one_input = false;
   GateMode gate = GateMode::kSafe;
+  int segment_chunks = 0;  // of the segmented routes; 0: their own choice
 
   int sequences() const { return lengths.empty() ? B : int(lengths.size()); }
   int covered() const {  // rows of a packed call that belong to a sequence
@@ -154,6 +157,7 @@ inline Case parse_case(const std::string& line, std::string* route) {
     else if (name == "state_out") c.state_out = DType(choose(name, value, dtypes));
     else if (name == "v_first") c.v_first = choose(name, value, yes);
     else if (name == "l2norm") c.l2norm = choose(name, value, yes);
+    else if (name == "segment_chunks") c.segment_chunks = parse_number(name, value);
     else if (name == "has_state") c.has_state = choose(name, value, yes);
     else throw std::invalid_argument("unknown name '" + name + "'");
   }

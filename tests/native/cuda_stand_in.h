@@ -49,8 +49,11 @@ inline float __bfloat162float(__nv_bfloat16 x) { return float(x); }
 using cudaError_t = int;
 using cudaStream_t = void*;
 enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNoKernelImageForDevice = 209 };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributePreferredSharedMemoryCarveout };
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+inline int stand_in_sm_count = 132;
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = stand_in_sm_count, cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 struct dim3 {
   unsigned x, y, z;

@@ -3,6 +3,7 @@
 //   driver check [ROUTE]                           every gate regime and option at small shapes against the f64 token recurrence
 //   driver guard                                   offsets of every wrong kind: must come back without touching foreign memory
 //   driver time ROUTE GATES B T H [HV] [LENGTHS]   one shape; LENGTHS packs the T tokens: 1300,547,...
+//   driver kernels CASE...                         GPU time of each kernel of one call, described as a line of `bench` is
 //   driver bench [FILE|-] [ROUNDS] [CALLS]         the cases of FILE (or of standard input), one a line as parse_case reads it, route=ROUTE with it;
 //                                                  every case ROUNDS times (2) in shuffled order, CALLS timed calls each time (20)
 //   driver device                                  what it runs on
@@ -48,6 +49,14 @@ int check(Route route) {
     packed.state_in = packed.state_out = DType::kBF16, packed.v_first = true;
     cases.push_back(packed);
     cases.push_back({gates.name, 1, 150, 1, 1, {33, 70}});
+    for (int chunks : {1, 3}) {  // of a segment; other routes see more lengths
+      Case segments = {gates.name, 1, chunks * 300 + 45, 1, 2};
+      segments.segment_chunks = chunks;
+      cases.push_back(segments);
+      Case several = {gates.name, 1, 1200, 1, 1, {321, 0, 290, 31, 500}};
+      several.segment_chunks = chunks;
+      cases.push_back(several);
+    }
     Case plain = {gates.name, 1, 96, 1, 1};
     plain.l2norm = false, plain.beta_mode = BetaMode::kPlain, plain.has_state = false;
     if (std::string(gates.name) != "collinear") cases.push_back(plain);
@@ -76,6 +85,7 @@ int check(Route route) {
     if (c.g_dtype == DType::kF32) options += "f32 gates ";
     if (!c.lengths.empty()) options += c.covered() < c.T ? "packed, rows outside" : "packed bf16 state";
     if (!c.l2norm) options += "no norm, no state";
+    if (c.segment_chunks) options += " segments " + std::to_string(c.segment_chunks);
     std::printf("%-11s %4d %4d %2d %2d  %-22s %9.2e %9.2e %s\n", c.gates.c_str(), c.B, c.T, c.H, c.HV, options.c_str(), e.o, e.state, ok ? "" : "BAD");
   }
   std::printf("%d cases, %d bad\n", int(cases.size()), bad);
@@ -115,6 +125,21 @@ int time_one(Route route, const Case& c) {
   const std::vector<float> us = timer.time(20, [&](cudaStream_t s) { CUDA(prefill(route, call.a, s)); });
   std::printf("%-26s %-10s %dx%dx%d HV %d%s  median %8.1f us  min %8.1f us  err %.2e %.2e\n", name_of(route), c.gates.c_str(), c.B, c.T, c.H, c.HV,
               c.lengths.empty() ? "" : " packed", median(us), *std::min_element(us.begin(), us.end()), e.o, e.state);
+  return 0;
+}
+
+int kernels(const std::string& line) {
+  alarm(kPatience);
+  std::string route_name;
+  const Case c = parse_case(line, &route_name);
+  const Route route = route_of(route_name);
+  Timer timer;
+  Call call(c, 11);
+  const Errors e = run_checked(call, route);
+  const std::vector<float> us = timer.time(20, [&](cudaStream_t s) { CUDA(prefill(route, call.a, s)); });
+  float sum = 0.f;
+  for (const auto& [name, each] : time_kernels(timer, route, call.a, 20)) std::printf("  %8.1f us  %s\n", each, name.c_str()), sum += each;
+  std::printf("%8.1f us the call, %.1f us the sum, err %.2e %.2e: %s\n", median(us), sum, e.o, e.state, line.c_str());
   return 0;
 }
 
@@ -244,7 +269,12 @@ int run(const std::vector<std::string>& words) {
     c.lengths = parse_lengths(word(7, ""));
     return time_one(route_of(words[1]), c);
   }
-  std::fprintf(stderr, "usage: driver check [ROUTE] | guard | time ROUTE GATES B T H [HV] [LENGTHS] | bench [FILE|-] [ROUNDS] [CALLS] | device\n");
+  if (what == "kernels" && words.size() > 1) {
+    std::string line;
+    for (size_t i = 1; i < words.size(); ++i) line += words[i] + " ";
+    return kernels(line);
+  }
+  std::fprintf(stderr, "usage: driver check [ROUTE] | guard | time ROUTE GATES B T H [HV] [LENGTHS] | kernels CASE... | bench [FILE|-] [ROUNDS] [CALLS] | device\n");
   return 2;
 }
 

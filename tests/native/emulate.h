@@ -192,6 +192,18 @@ inline void store_global16_if(bool on, void* p, float4 v) {
   std::memcpy(p, &v, 16);
 }
 
+inline int count_lanes(bool x) {
+  struct Operand {
+    bool x;
+    int result;
+  } mine = {x, 0};
+  machine->together("ballot", mine, [](const std::array<Operand*, 32>& all) {
+    int count = 0;
+    for (const Operand* y : all) count += y->x;
+    for (Operand* y : all) y->result = count;
+  });
+  return mine.result;
+}
 inline float shuffle(float x, int lane) {
   struct Operand {
     float x, result;
@@ -307,6 +319,10 @@ inline void add_flag(uint32_t* flag, uint32_t bits) {
 template <class Done> void wait_flag(const uint32_t* flag, Done done) {
   while (planted != Fault::kFlagWaitOpen && !done(*flag)) machine->poll("flag", *flag);
 }
+
+inline void prefetch_global(const void*) {}
+inline void allow_next_kernel() {}
+inline void wait_for_previous_kernels() {}
 
 template <int kRegisters> void give_registers() {}
 template <int kRegisters> void take_registers() {}

@@ -184,6 +184,7 @@ class Call {
     a.B = c.B, a.T = c.T, a.N = c.lengths.empty() ? 1 : int64_t(c.lengths.size()), a.H = c.H, a.HV = c.HV, a.gate_rows = 1;
     a.g_dtype = c.g_dtype, a.beta_dtype = c.beta_dtype, a.state_in_dtype = c.state_in, a.state_out_dtype = c.state_out;
     a.gate = x.gate, a.beta_mode = c.beta_mode, a.l2norm = c.l2norm, a.state_v_first = c.v_first;
+    a.segment_chunks = c.segment_chunks;
     a.scale = 1.f / std::sqrt(float(D)), a.lower_bound = x.lower_bound;
     CUDA(cudaDeviceSynchronize());  // what follows runs on other streams
   }

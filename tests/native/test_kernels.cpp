@@ -11,6 +11,8 @@
 //   calls        states, grouped heads, packed sequences, offsets of every wrong kind, NaN
 //   resets       gates that forget a large state
 //   decode       the decode kernel: layouts, slices, gates, pools
+//   segmented, segmented-calls
+//                the segmented route: gate regimes and lengths of segments; options, packed sequences, offsets of every wrong kind, prefixes
 //   prefix-bounded, prefix-unbounded
 //                later tokens change no bit of what belongs to earlier ones
 //
@@ -25,6 +27,7 @@
 #include "baseline_on_host.cuh"
 #include "cluster_on_host.cuh"
 #include "decode_on_host.cuh"
+#include "segmented.cu"
 
 namespace jax_kda {
 namespace {
@@ -315,6 +318,7 @@ void test_recurrence() {
 
 #include "baseline_cases.h"
 #include "decode_cases.h"
+#include "segmented_cases.h"
 
 // A touched guard page is a failure like any other. On a stack of its own: the lanes' may be what ran over.
 void report_touch(int) {
@@ -336,7 +340,8 @@ int run(int argc, char** argv) {
   const std::map<std::string, void (*)()> parts = {
       {"inverse", test_inverse}, {"recurrence", test_recurrence},         {"packets", test_packets}, {"cluster", test_cluster},
       {"tails", test_tails},     {"calls", test_calls},                   {"prefix-bounded", test_prefix_bounded},
-      {"resets", test_resets},   {"prefix-unbounded", test_prefix_unbounded}, {"decode", test_decode}};
+      {"resets", test_resets},   {"prefix-unbounded", test_prefix_unbounded}, {"decode", test_decode},
+      {"segmented", test_segmented}, {"segmented-calls", test_segmented_calls}};
   std::vector<std::string> names;
   unsigned seed = 1;
   for (int i = 1; i < argc; ++i) {

@@ -52,6 +52,8 @@ class Timer {
     return us;
   }
 
+  void flush() { CUDA(cudaMemsetAsync(flush_, 0x55, kFlushBytes, stream)); }
+
  private:
   static constexpr size_t kFlushBytes = size_t(256) << 20;
   void* flush_ = nullptr;
@@ -94,44 +96,99 @@ inline std::string short_name(const char* mangled) {
 }
 
 // What a call puts on the stream, in order, read from a capture of it: kernels by name, "memset", "memcpy". Empty where it cannot be read.
-inline std::vector<std::string> launched(Timer& timer, Route route, const PrefillArgs& a) {
-  std::vector<std::string> names;
-  void *params_of = nullptr, *function_name = nullptr, *kernel_name = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  cudaGetDriverEntryPointByVersion("cuGraphKernelNodeGetParams", &params_of, 12000, cudaEnableDefault, &found);
-  cudaGetDriverEntryPointByVersion("cuFuncGetName", &function_name, 12030, cudaEnableDefault, &found);
-  cudaGetDriverEntryPointByVersion("cuKernelGetName", &kernel_name, 12030, cudaEnableDefault, &found);
-  cudaGetLastError();
-  if (!params_of || !function_name || !kernel_name) return names;
+class Captured {
+ public:
+  struct Node {
+    std::string name;
+    CUDA_KERNEL_NODE_PARAMS kernel;  // of a kernel; its pointers live as long as this object
+  };
+  std::vector<Node> nodes;
 
-  cudaGraph_t graph = nullptr;
-  if (cudaStreamBeginCapture(timer.stream, cudaStreamCaptureModeThreadLocal) != cudaSuccess) return names;
-  const cudaError_t status = prefill(route, a, timer.stream);
-  if (cudaStreamEndCapture(timer.stream, &graph) != cudaSuccess || status != cudaSuccess || !graph) {
+  Captured(Timer& timer, Route route, const PrefillArgs& a) {
+    void *params_of = nullptr, *function_name = nullptr, *kernel_name = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    cudaGetDriverEntryPointByVersion("cuGraphKernelNodeGetParams", &params_of, 12000, cudaEnableDefault, &found);
+    cudaGetDriverEntryPointByVersion("cuFuncGetName", &function_name, 12030, cudaEnableDefault, &found);
+    cudaGetDriverEntryPointByVersion("cuKernelGetName", &kernel_name, 12030, cudaEnableDefault, &found);
     cudaGetLastError();
-    if (graph) cudaGraphDestroy(graph);
-    return names;
-  }
-  size_t n = 0;
-  CUDA(cudaGraphGetNodes(graph, nullptr, &n));
-  std::vector<cudaGraphNode_t> nodes(n);
-  if (n) CUDA(cudaGraphGetNodes(graph, nodes.data(), &n));
-  for (cudaGraphNode_t node : nodes) {
-    cudaGraphNodeType type;
-    CUDA(cudaGraphNodeGetType(node, &type));
-    if (type == cudaGraphNodeTypeMemset) names.push_back("memset");
-    else if (type == cudaGraphNodeTypeMemcpy) names.push_back("memcpy");
-    else if (type == cudaGraphNodeTypeKernel) {
-      CUDA_KERNEL_NODE_PARAMS p{};
-      const char* name = nullptr;
-      if (reinterpret_cast<CUresult (*)(CUgraphNode, CUDA_KERNEL_NODE_PARAMS*)>(params_of)(node, &p) != CUDA_SUCCESS) continue;
-      if (p.func) reinterpret_cast<CUresult (*)(const char**, CUfunction)>(function_name)(&name, p.func);
-      else if (p.kern) reinterpret_cast<CUresult (*)(const char**, CUkernel)>(kernel_name)(&name, p.kern);
-      names.push_back(name ? short_name(name) : "kernel");
+    if (!params_of || !function_name || !kernel_name) return;
+
+    if (cudaStreamBeginCapture(timer.stream, cudaStreamCaptureModeThreadLocal) != cudaSuccess) return;
+    const cudaError_t status = prefill(route, a, timer.stream);
+    if (cudaStreamEndCapture(timer.stream, &graph_) != cudaSuccess || status != cudaSuccess || !graph_) {
+      cudaGetLastError();
+      return;
+    }
+    size_t n = 0;
+    CUDA(cudaGraphGetNodes(graph_, nullptr, &n));
+    std::vector<cudaGraphNode_t> of_graph(n);
+    if (n) CUDA(cudaGraphGetNodes(graph_, of_graph.data(), &n));
+    for (cudaGraphNode_t node : of_graph) {
+      cudaGraphNodeType type;
+      CUDA(cudaGraphNodeGetType(node, &type));
+      if (type == cudaGraphNodeTypeMemset) nodes.push_back({"memset", {}});
+      else if (type == cudaGraphNodeTypeMemcpy) nodes.push_back({"memcpy", {}});
+      else if (type == cudaGraphNodeTypeKernel) {
+        CUDA_KERNEL_NODE_PARAMS p{};
+        const char* name = nullptr;
+        if (reinterpret_cast<CUresult (*)(CUgraphNode, CUDA_KERNEL_NODE_PARAMS*)>(params_of)(node, &p) != CUDA_SUCCESS) continue;
+        if (p.func) reinterpret_cast<CUresult (*)(const char**, CUfunction)>(function_name)(&name, p.func);
+        else if (p.kern) reinterpret_cast<CUresult (*)(const char**, CUkernel)>(kernel_name)(&name, p.kern);
+        nodes.push_back({name ? short_name(name) : "kernel", p});
+      }
     }
   }
-  CUDA(cudaGraphDestroy(graph));
+  Captured(const Captured&) = delete;
+  ~Captured() {
+    if (graph_) cudaGraphDestroy(graph_);
+  }
+
+ private:
+  cudaGraph_t graph_ = nullptr;
+};
+
+inline std::vector<std::string> launched(Timer& timer, Route route, const PrefillArgs& a) {
+  std::vector<std::string> names;
+  for (const auto& node : Captured(timer, route, a).nodes) names.push_back(node.name);
   return names;
+}
+
+// The kernels of a call one by one, with an event between them: name and median microseconds. What they take together is less where they overlap.
+inline std::vector<std::pair<std::string, float>> time_kernels(Timer& timer, Route route, const PrefillArgs& a, int calls) {
+  std::vector<std::pair<std::string, float>> times;
+  void* launch = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  CUDA(cudaGetDriverEntryPointByVersion("cuLaunchKernel", &launch, 12000, cudaEnableDefault, &found));
+  const Captured call(timer, route, a);
+  for (size_t measured = 0; measured < call.nodes.size(); ++measured) {
+    auto run = [&](const Captured::Node& node) {
+      const auto& p = node.kernel;
+      const CUfunction f = p.func ? p.func : reinterpret_cast<CUfunction>(p.kern);
+      if (f && reinterpret_cast<decltype(&cuLaunchKernel)>(launch)(f, p.gridDimX, p.gridDimY, p.gridDimZ, p.blockDimX, p.blockDimY, p.blockDimZ,
+                                                                   p.sharedMemBytes, timer.stream, p.kernelParams, p.extra) != CUDA_SUCCESS)
+        throw std::runtime_error("cannot launch " + node.name);
+    };
+    std::vector<float> us;
+    for (int i = -kWarmUps; i < calls; ++i) {
+      cudaEvent_t begin, end;
+      CUDA(cudaEventCreate(&begin));
+      CUDA(cudaEventCreate(&end));
+      timer.flush();
+      spin<<<1, 1, 0, timer.stream>>>(200000);  // until all of the call is queued
+      for (size_t k = 0; k < measured; ++k) run(call.nodes[k]);
+      CUDA(cudaEventRecord(begin, timer.stream));
+      run(call.nodes[measured]);
+      CUDA(cudaEventRecord(end, timer.stream));
+      CUDA(cudaStreamSynchronize(timer.stream));
+      float ms;
+      CUDA(cudaEventElapsedTime(&ms, begin, end));
+      if (i >= 0) us.push_back(ms * 1e3f);
+      CUDA(cudaEventDestroy(begin));
+      CUDA(cudaEventDestroy(end));
+    }
+    times.push_back({call.nodes[measured].name, median(us)});
+  }
+  return times;
 }
 
 }  // namespace
