@@ -241,13 +241,15 @@ ffi::Error prefill_call(cudaStream_t stream, AnyBuffer q, AnyBuffer k, AnyBuffer
                         AnyBuffer a_log, AnyBuffer dt_bias, AnyBuffer initial_state, AnyBuffer offsets,
                         ffi::Result<AnyBuffer> o, ffi::Result<AnyBuffer> final_state,
                         ffi::Result<AnyBuffer> workspace, float scale, float lower_bound, int32_t gate,
-                        int32_t beta_mode, bool l2norm, bool state_v_first, std::string_view route_name) {
+                        int32_t beta_mode, bool l2norm, bool state_v_first, std::string_view route_name,
+                        int32_t segment_chunks) {
   for (const auto& [name, route] : kRoutes) {
     if (name != route_name) continue;
     PrefillArgs args;
     ffi::Error wrong = decode({q, k, v, g, beta, a_log, dt_bias, initial_state, offsets, *o, *final_state,
                                scale, lower_bound, gate, beta_mode, l2norm, state_v_first},
                               args);
+    args.segment_chunks = segment_chunks < 0 ? 0 : segment_chunks;
     if (wrong.success()) wrong = take_workspace(*workspace, route, args);
     if (wrong.failure()) return wrong;
     const cudaError_t status = prefill(route, args, stream);
@@ -280,7 +282,8 @@ auto bind_prefill(Binding binding) {
       .template Attr<int32_t>("beta")
       .template Attr<bool>("l2norm")
       .template Attr<bool>("state_v_first")
-      .template Attr<std::string_view>("route");
+      .template Attr<std::string_view>("route")
+      .template Attr<int32_t>("segment_chunks");
 }
 
 // A buffer without elements, as the Python side passes what is absent.

@@ -170,6 +170,7 @@ def call_prefill(
         *(named.get(name, absent[name]) for name in _FFI_OPERANDS),
         **_attributes(options),
         route=decision.route.value,
+        segment_chunks=np.int32(decision.segment_chunks),
     )
     return (output, state) if options.output_final_state else (output,)
 

@@ -11,6 +11,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from . import segments
 from .contract import Problem
 from .regions import REGIONS, Region
 
@@ -25,6 +26,7 @@ class Route(enum.StrEnum):
     BASELINE_M64 = "baseline_m64"  # a pair of CTAs, 64 state rows each, which prepare chunks for each other
     C4_M128_D15 = "c4_m128_d15"  # a cluster of four: one owner of the state, three helpers, 15 slots
     C4_M64_D10 = "c4_m64_d10"  # a cluster of four: two owners of 64 rows, two helpers, 10 slots
+    SEGMENTED = "segmented"  # sequences cut into segments, exactly; four kernels, each on all SMs
     C8_M128_D35 = "c8_m128_d35"  # a cluster of eight: one owner, seven helpers; only where it is asked for
 
 
@@ -78,6 +80,7 @@ class Decision:
     workspace_bytes: int
     problem: Problem
     device: Device
+    segment_chunks: int = 0  # chunks of 32 tokens a segment; 0 where the route has none
     refused: tuple[tuple[Route, str], ...] = ()  # the routes that cannot serve this call, and why
 
     def __str__(self) -> str:
@@ -98,6 +101,8 @@ class Decision:
         ]
         if self.route is not Route.XLA:
             rows.append(("workspace", f"{self.workspace_bytes} bytes"))
+        if self.segment_chunks:
+            rows.append(("segments", f"{self.segment_chunks * segments.CHUNK} tokens each"))
         rows += [(f"not {route.value}", why) for route, why in self.refused]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
@@ -126,9 +131,10 @@ def choose(problem: Problem, device: Device, build: Build, regions: tuple[Region
     return Decision(
         route=route,
         reason=reason,
-        workspace_bytes=_ROUTES[route].workspace_bytes(problem),
+        workspace_bytes=_ROUTES[route].workspace_bytes(problem, device),
         problem=problem,
         device=device,
+        segment_chunks=_segment_chunks(problem, device) if route is Route.SEGMENTED else 0,
         refused=tuple(refusals.items()),
     )
 
@@ -188,7 +194,7 @@ def decode_refuses(problem: Problem, device: Device, build: Build) -> str:
     return _m128_refuses(problem, device, build)
 
 
-def _cluster_refuses(problem: Problem, device: Device, build: Build) -> str:
+def _static_refuses(problem: Problem, device: Device, build: Build) -> str:
     """Why the routes with a workspace cannot serve this call; "" where they can."""
     why = _m128_refuses(problem, device, build)
     if not why and not problem.is_static:
@@ -200,35 +206,45 @@ def _nothing(*_: object) -> str:
     return ""
 
 
-def _no_workspace(_: Problem) -> int:
+def _no_workspace(*_: object) -> int:
     return 0
 
 
 _SLOT_BYTES = 32768  # kSlotBytes of csrc/kernels/packet.cuh
 
 
-def _ring(slots: int) -> Callable[[Problem], int]:
+def _ring(slots: int) -> Callable[[Problem, Device], int]:
     """The workspace of an owner/helper route: a ring of slots a task, and room to align them."""
 
-    def bytes_of(problem: Problem) -> int:
+    def bytes_of(problem: Problem, _: Device) -> int:
         return (problem.B * problem.N * problem.HV * slots + 1) * _SLOT_BYTES
 
     return bytes_of
 
 
+def _segment_chunks(p: Problem, device: Device) -> int:
+    return segments.segment_chunks(p.B, p.T, p.N, p.HV, device.sm_count or H200.sm_count or 1)
+
+
+def _segmented_workspace(p: Problem, device: Device) -> int:
+    chunks = _segment_chunks(p, device)
+    return segments.workspace_bytes(p.B, p.T, p.N, p.HV, p.options.packed, chunks)
+
+
 @dataclass(frozen=True)
 class _Row:
     refuses: Callable[[Problem, Device, Build], str]
-    workspace_bytes: Callable[[Problem], int]
+    workspace_bytes: Callable[[Problem, Device], int]
 
 
 _ROUTES = {
     Route.XLA: _Row(_nothing, _no_workspace),
     Route.BASELINE_M128: _Row(_m128_refuses, _no_workspace),
     Route.BASELINE_M64: _Row(_m128_refuses, _no_workspace),
-    Route.C4_M128_D15: _Row(_cluster_refuses, _ring(15)),
-    Route.C4_M64_D10: _Row(_cluster_refuses, _ring(10)),
-    Route.C8_M128_D35: _Row(_cluster_refuses, _ring(35)),
+    Route.C4_M128_D15: _Row(_static_refuses, _ring(15)),
+    Route.C4_M64_D10: _Row(_static_refuses, _ring(10)),
+    Route.SEGMENTED: _Row(_static_refuses, _segmented_workspace),
+    Route.C8_M128_D35: _Row(_static_refuses, _ring(35)),
 }
 
 

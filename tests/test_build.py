@@ -225,6 +225,7 @@ class Call:
             "beta": np.int32(1),
             "l2norm": np.bool_(True),
             "state_v_first": np.bool_(False),
+            "segment_chunks": np.int32(0),
             "route": "baseline_m128",
         }
 

@@ -75,6 +75,7 @@ def test_a_plain_call():
         "beta": "0 : i32",
         "l2norm": "false",
         "state_v_first": "false",
+        "segment_chunks": "0 : i32",
         "route": f'"{decision.route.value}"',
     }
     assert "alias" not in emitted["line"]
@@ -120,7 +121,7 @@ def test_softplus_without_bias_or_final_state():
 
 
 def test_the_workspace_is_a_result(monkeypatch):
-    row = routing._Row(routing._m128_refuses, lambda problem: 1024 * problem.B)
+    row = routing._Row(routing._m128_refuses, lambda problem, _: 1024 * problem.B)
     monkeypatch.setitem(routing._ROUTES, Route.BASELINE_M128, row)
     emitted, decision = lower_call(kda())
     assert decision.workspace_bytes == 2048
