@@ -5,9 +5,10 @@
     python -m bench.regions            # writes the table
     python -m bench.regions --check    # exit status 1 where it is not the one that the rows give
 
-Between two points of the grid the route is taken whose worst ratio to the best, over the corners of the cell, is the
-smallest; a route other than the baseline only where it is at least 5 % faster than the baseline in every round at every
-corner that both were measured at. Beyond the grid the baseline stays.
+Between two points of the grid the route is taken whose worst ratio to the best, over the corners of the cell,
+is the smallest; a route other than the baseline only where it is at least 5 % faster than the baseline in
+every round at every corner. Beyond the grid's tasks the baseline stays; longer sequences are as the longest
+measured.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _best(corners: list[dict[str, list[float]]]) -> str:
 
 
 def boxes(times: Times) -> list[tuple[str, tuple[int, int], tuple[int, int]]]:
-    """(route, heads, tokens) of every box that is not the baseline's; ranges inclusive, joined where they can be."""
+    """(route, heads, tokens) of every box that is not the baseline's; ranges inclusive."""
     strips: list[tuple[int, int, list[tuple[str, int, int]]]] = []
     for i, heads in enumerate(REGION_HEADS):
         following = REGION_HEADS[i + 1] if i + 1 < len(REGION_HEADS) else heads + 1
@@ -68,7 +69,9 @@ def boxes(times: Times) -> list[tuple[str, tuple[int, int], tuple[int, int]]]:
             columns = [tokens] if last else [tokens, REGION_TOKENS[j + 1]]
             if (heads, tokens) not in times:
                 continue
-            if last or (heads, columns[1]) not in times:  # the end of the grid: longer ones are as the longest
+            if (
+                last or (heads, columns[1]) not in times
+            ):  # the end of the grid: longer ones are as the longest
                 columns, upper = [tokens], 16 * tokens
             route = _best([times.get((h, t), {}) for h in others for t in columns])
             lower = 1 if j == 0 else tokens
@@ -90,7 +93,8 @@ def table(found: Sequence[rows.Row]) -> str:
     source = f"h200-regions.json, {first['gpu']}, commit {first['commit']}"
     lines = [f'_MEASURED = "{source}"', "MEASURED: tuple[Region, ...] = ("]
     lines += [
-        f'    Region("{route}", (9, 0), {heads}, {tokens}, _MEASURED),' for route, heads, tokens in boxes(_times(found))
+        f'    Region("{route}", (9, 0), {heads}, {tokens}, _MEASURED),'
+        for route, heads, tokens in boxes(_times(found))
     ]
     return "\n".join([*lines, ")"])
 
@@ -98,13 +102,17 @@ def table(found: Sequence[rows.Row]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.regions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.regions",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--check", action="store_true", help="only compare")
     parser.add_argument("--rows", type=Path, default=RESULT, help="the measured rows (default: %(default)s)")
     options: Any = parser.parse_args(arguments)
     text = PAGE.read_text()
-    made = re.sub(r"_MEASURED = .*?\n\)", lambda _: table(rows.read(options.rows)), text, count=1, flags=re.DOTALL)
+    made = re.sub(
+        r"_MEASURED = .*?\n\)", lambda _: table(rows.read(options.rows)), text, count=1, flags=re.DOTALL
+    )
     if options.check:
         return int(made != text)
     PAGE.write_text(made)

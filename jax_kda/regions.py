@@ -1,8 +1,8 @@
 """Where each route was measured to be the fastest: the table that routing reads.
 
 Only data stands here. A row says on which compute capability, for which sizes, and on the word of which
-measurement a route is taken in place of the baseline. A call outside every row takes the baseline. MEASURED is
-written by bench/regions.py from bench/results/h200-regions.json.
+measurement a route is taken in place of the baseline. A call outside every row takes the baseline. MEASURED
+is written by bench/regions.py from bench/results/h200-regions.json.
 """
 
 from __future__ import annotations
@@ -24,12 +24,30 @@ class Region:
     measured: bool = True  # here, by bench/regions.py; else as published by others
 
 
-_MEASURED = ""
+_MEASURED = "h200-regions.json, NVIDIA H200, commit d972b5c43acc"
 MEASURED: tuple[Region, ...] = (
+    Region("segmented", (9, 0), (1, 1), (1, 1048576), _MEASURED),
+    Region("baseline_m64", (9, 0), (2, 3), (1, 127), _MEASURED),
+    Region("segmented", (9, 0), (2, 3), (128, 1048576), _MEASURED),
+    Region("segmented", (9, 0), (4, 7), (1, 1048576), _MEASURED),
+    Region("baseline_m64", (9, 0), (8, 15), (1, 127), _MEASURED),
+    Region("segmented", (9, 0), (8, 15), (128, 1048576), _MEASURED),
+    Region("baseline_m64", (9, 0), (16, 21), (1, 127), _MEASURED),
+    Region("segmented", (9, 0), (16, 21), (128, 511), _MEASURED),
+    Region("c4_m64_d10", (9, 0), (16, 21), (512, 4095), _MEASURED),
+    Region("segmented", (9, 0), (16, 21), (4096, 1048576), _MEASURED),
+    Region("baseline_m64", (9, 0), (22, 30), (1, 127), _MEASURED),
+    Region("segmented", (9, 0), (22, 30), (128, 511), _MEASURED),
+    Region("c4_m64_d10", (9, 0), (22, 30), (512, 524288), _MEASURED),
+    Region("baseline_m64", (9, 0), (31, 43), (1, 127), _MEASURED),
+    Region("segmented", (9, 0), (31, 43), (128, 524288), _MEASURED),
+    Region("baseline_m64", (9, 0), (44, 65), (128, 1023), _MEASURED),
+    Region("segmented", (9, 0), (44, 65), (1024, 262144), _MEASURED),
+    Region("baseline_m64", (9, 0), (66, 66), (128, 131072), _MEASURED),
 )
 
-# The regions of the design that these routes come from, on a B200: published, not measured here. Its B300 and its
-# packed calls stay on the baseline.
+# The regions of the design that these routes come from, on a B200: published, not measured here. Its B300 and
+# its packed calls stay on the baseline.
 _PUBLISHED = "published for a B200 by the design's authors, not measured here"
 PUBLISHED: tuple[Region, ...] = (
     Region("c4_m64_d10", (10, 0), (1, 1), (4096, 4096), _PUBLISHED, False),

@@ -1,7 +1,7 @@
 """How the segmented route cuts sequences, and the memory that takes: the host's side of csrc/segmented.cu.
 
-Pure functions of sizes and of the number of SMs. The handler is told the length chosen here, so that the workspace
-allocated for a call is the one that its kernels use.
+Pure functions of sizes and of the number of SMs. The handler is told the length chosen here, so that the
+workspace allocated for a call is the one that its kernels use.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def segment_chunks(B: int, T: int, N: int, HV: int, sm_count: int) -> int:
     for segments in range(1, min(chunks, _MOST_SEGMENTS) + 1):
         length = -(-chunks // segments)
         real = -(-chunks // length)
-        cycles = max(reader(tasks * real, _OUTPUTS_64, _OUTPUTS_128, length), _OUTPUTS_MEMORY * tasks * chunks)
+        outputs = reader(tasks * real, _OUTPUTS_64, _OUTPUTS_128, length)
+        cycles = max(outputs, _OUTPUTS_MEMORY * tasks * chunks)
         if real > 1:
             maps = reader(2 * tasks * (real - 1), _MAPS_64, _MAPS_128, length)
             cycles += _KERNEL + max(maps, _MAPS_MEMORY * tasks * chunks)
@@ -57,5 +58,5 @@ def workspace_bytes(B: int, T: int, N: int, HV: int, packed: bool, chunks: int) 
         return T // size + N if packed else max(-(-T // size), 1)
 
     size = chunks * CHUNK
-    maps = slots(size) * (_MAP + _STATE) if T > size else 0
+    maps = slots(size) * (_MAP + _STATE) if size < T else 0
     return _SLOT + B * HV * (slots(CHUNK) * _SLOT + maps)

@@ -163,7 +163,7 @@ def test_a_run(fake: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     printed = capsys.readouterr()
     assert "no wall times: not in a test" in printed.err
     assert re.search(
-        r"^seed +1x2048x1 +production +baseline_m128 +20\.5 +19\.5 +- +0\.6 +3% ", printed.out, re.M
+        r"^seed +1x2048x1 +production +segmented +20\.5 +19\.5 +- +0\.6 +3% ", printed.out, re.M
     )
 
 
@@ -191,7 +191,7 @@ def test_what_is_missing_fails_the_run_and_the_rest_is_kept(
     words = ["--set", "seed", "--gates", "slow,none", "--out", str(out)]
     assert prefill.main([*words, "--driver", str(fake(fails="gates=slow", status=1))]) == 1
     assert {row["gates"] for row in rows.read(out)} == {"none"}
-    assert "1x2048x1 slow baseline_m128: no such thing" in capsys.readouterr().err
+    assert "1x2048x1 slow segmented: no such thing" in capsys.readouterr().err
     assert prefill.main([*words, "--driver", str(fake(status=134))]) == 1
     assert len(rows.read(out)) == 12
     assert "the driver ended with exit status 134" in capsys.readouterr().err
@@ -208,7 +208,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 def test_auto_is_what_routing_says() -> None:
     case = Case(Shape(1, 4096, 8, 8), "slow", "auto")
-    assert [c.route for c in prefill.resolve([case, case], routing.H200)] == ["baseline_m128"]
+    assert [c.route for c in prefill.resolve([case, case], routing.H200)] == ["segmented"]
     assert [c.route for c in prefill.resolve([case], routing.CPU)] == ["xla"]
     forced = Case(case.shape, "slow", "baseline_m128_warp_engine")
     assert prefill.resolve([forced], routing.H200) == [forced]

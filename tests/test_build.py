@@ -311,7 +311,7 @@ BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
         ({"gate": np.int32(3)}, r"gate is 3, expected 0, 1 or 2"),
         ({"gate": np.int32(-1)}, r"gate is -1, expected 0, 1 or 2"),
         ({"beta": np.int32(9)}, r"beta mode is 9, expected 0, 1 or 2"),
-        ({"route": "fastest"}, r"route is 'fastest', this build has baseline_m128"),
+        ({"route": "fastest"}, r"route is 'fastest', this build has baseline_m128, baseline_m64, c4_m1"),
         ({"scale": np.int32(1)}, r"Wrong scalar data type: expected F32 but got S32"),
     ],
 )  # fmt: skip

@@ -123,6 +123,7 @@ def test_softplus_without_bias_or_final_state():
 def test_the_workspace_is_a_result(monkeypatch):
     row = routing._Row(routing._m128_refuses, lambda problem, _: 1024 * problem.B)
     monkeypatch.setitem(routing._ROUTES, Route.BASELINE_M128, row)
+    monkeypatch.setattr(routing.choose, "__defaults__", ((),))
     emitted, decision = lower_call(kda())
     assert decision.workspace_bytes == 2048
     assert emitted["results"][2] == "2048xui8"
@@ -161,10 +162,10 @@ def test_without_an_extension(no_cuda_build):
 
 
 def test_the_routes_name_reaches_the_profiler():
-    text = (
-        jax.jit(lambda x: jax_kda.kda_prefill(**x)).trace(arrays(kda())).lower(lowering_platforms=("cuda",))
-    )
-    assert "kda_prefill.baseline_m128" in text.as_text(debug_info=True)
+    for route in ("baseline_m128", "segmented"):
+        traced = jax.jit(lambda x, route=route: jax_kda.kda_prefill(**x, route=route)).trace(arrays(kda()))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+        assert f"kda_prefill.{route}" in text
 
 
 def test_under_vmap_the_axis_is_folded_and_the_route_chosen_anew(monkeypatch):

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from jax_kda import contract, regions, routing
+from jax_kda import contract, regions, routing, segments
 from jax_kda.contract import GateMode, Options, Problem
 from jax_kda.regions import Region
 from jax_kda.routing import CPU, H200, Build, Device, Route, choose
@@ -31,7 +31,7 @@ def test_the_baseline_serves_the_whole_contract_at_128(device):
         {"T": 0},
         {"B": 0},
     ):
-        decision = choose(problem(**changes), device, BUILD)
+        decision = choose(problem(**changes), device, BUILD, ())
         assert decision.route is Route.BASELINE_M128
         assert "no other route was measured faster" in decision.reason
         assert decision.workspace_bytes == 0
@@ -67,6 +67,46 @@ def test_what_no_kernel_serves_takes_xla_and_says_why(changes, device, build, re
         choose(problem("baseline_m128", **changes), device, build)
     assert reason in str(caught.value)
     assert "allowed here: 'auto', 'xla'" in str(caught.value)
+
+
+def test_only_where_asked_for_a_cluster_of_eight():
+    assert Route.C8_M128_D35.value not in {row.route for row in regions.REGIONS}
+
+
+def test_packed_calls_are_routed_on_their_mean_length():
+    row = region()
+    packed = dataclasses.replace(OPTIONS, packed=True)
+    longer = dataclasses.replace(PROBLEM, options=packed, N=2, T=8192)
+    assert choose(longer, H200, BUILD, (row,)).route is Route.XLA
+    shorter = dataclasses.replace(PROBLEM, options=packed, N=2, T=8190)
+    assert choose(shorter, H200, BUILD, (row,)).route is Route.BASELINE_M128
+    published = dataclasses.replace(row, measured=False)
+    assert choose(longer, H200, BUILD, (published,)).route is Route.BASELINE_M128
+
+
+@pytest.mark.parametrize(
+    ("T", "HV", "packed", "N"), [(0, 1, False, 1), (8192, 8, False, 1), (100, 3, True, 7)]
+)
+def test_workspaces(T, HV, packed, N):
+    options = dataclasses.replace(OPTIONS, packed=packed)
+    p = dataclasses.replace(PROBLEM, options=options, T=T, HV=HV, N=N)
+
+    def forced(route):
+        wanted = dataclasses.replace(options, route=route.value)
+        return choose(dataclasses.replace(p, options=wanted), H200, BUILD)
+
+    assert forced(Route.C4_M64_D10).workspace_bytes == (N * HV * 10 + 1) * 32768
+    decision = forced(Route.SEGMENTED)
+    assert decision.segment_chunks == segments.segment_chunks(1, T, N, HV, 132)
+    # a packet of 32 KB for every chunk there may be
+    assert decision.workspace_bytes >= 32768 * HV * (T // 32 + (N if packed else 1))
+    assert f"{decision.segment_chunks * 32} tokens each" in str(decision)
+
+
+def test_a_workspace_wants_static_sizes():
+    (T,) = jax.export.symbolic_shape("t")
+    with pytest.raises(ValueError, match="its workspace depends on the sizes"):
+        choose(problem("segmented", T=T), H200, BUILD)
 
 
 def test_forced_routes():
@@ -139,7 +179,7 @@ def test_architectures(architectures, capability, runs):
 
 
 def test_decisions_print_well():
-    text = str(choose(problem(N=3), H200, BUILD))
+    text = str(choose(problem(N=3), H200, BUILD, ()))
     assert text.splitlines()[0] == "route      baseline_m128"
     for part in (
         "NVIDIA H200 (compute capability 9.0, 132 SMs)",
@@ -159,9 +199,8 @@ def test_route_names(name):
 
 
 def test_bad_route_names():
-    with pytest.raises(
-        ValueError, match=r"route: got 'fast'; allowed: 'auto', 'xla', 'baseline_m128'\. Note: 'auto'"
-    ):
+    names = ", ".join(f"'{route.value}'" for route in Route)
+    with pytest.raises(ValueError, match=rf"route: got 'fast'; allowed: 'auto', {names}\. Note: 'auto'"):
         routing.route_name("fast")
     with pytest.raises(TypeError, match="route: got int; allowed: 'auto', 'xla'"):
         routing.route_name(1)
