@@ -7,7 +7,7 @@ decay (Kimi Linear, arXiv:2510.26692, section 3; beta stays with its rows, outsi
     Kd = k exp(G)   Qd = scale q exp(G)   Kr = k exp(G_C - G)   a = exp(G_C)
     L  = strictly lower, beta_i sum_d k_id k_jd exp(G_id - G_jd)      A = (I + L)^-1
     M  = lower,          scale  sum_d q_id k_jd exp(G_id - G_jd)
-    X  = beta (V - Kd S)   U = A X   O = Qd S + (M A) X   S <- diag(a) S + Kr^T U
+    U  = A (beta (V - Kd S))   O = Qd S + M U   S <- diag(a) S + Kr^T U
 
 How the pair weights exp(G_i - G_j) and the inverse are made decides whether this is right. Both are built by
 doubling: two neighbouring blocks of h tokens become one of 2h. Between them,
@@ -122,7 +122,7 @@ class _Prepared(NamedTuple):
     a: jax.Array  # [..., K]
     beta: jax.Array  # [..., C]
     A: jax.Array  # [..., C, C]
-    MA: jax.Array  # [..., C, C]
+    M: jax.Array  # [..., C, C]
 
 
 class _Tokens(NamedTuple):
@@ -158,7 +158,7 @@ def _dot_rows(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _causal_dot(lower: jax.Array, x: jax.Array) -> jax.Array:
-    """`lower @ x` for lower-triangular matrices [C, C], one or several stacked to [n C, C]; x is [C, V].
+    """`lower @ x`; lower is triangular, [..., C, C], and x is [..., C, V].
 
     Row i sees rows 0..i of x and no other, even where later rows are not finite: zero times infinity would
     carry an overflow, or a NaN, back to tokens before it.
@@ -178,7 +178,6 @@ def _careful_causal_dot(lower: jax.Array, x: jax.Array, product: jax.Array) -> j
     C = x.shape[-2]
     weight = 4.0 ** -jnp.arange(C, dtype=jnp.float32)[:, None]
     bad = jnp.sum(jnp.where(finite, 0.0, weight), axis=-2, keepdims=True)
-    weight = jnp.tile(weight, (product.shape[-2] // C, 1))
     return jnp.where(bad >= weight, jnp.nan, product)
 
 
@@ -192,8 +191,7 @@ def _prepare(scale: float, bounded: bool, tokens: _Tokens) -> _Prepared:
 
     k, decay, beta = blocks(tokens.k), blocks(jnp.exp(tokens.g)), blocks(tokens.beta[..., None])
     k_q = jnp.stack([k, blocks(tokens.q * scale)], axis=-3)
-    into, out, k_q, pairs = (_blocks_at_once if bounded else _blocks_doubled)(decay, k, k_q)
-    k = lax.optimization_barrier(k * out)
+    whole, k, k_q, pairs = (_blocks_at_once if bounded else _blocks_doubled)(decay, k, k_q)
 
     place = jnp.arange(b)
     L = jnp.where(place[:, None] > place, beta * pairs[..., 0, :, :], 0.0)
@@ -206,7 +204,6 @@ def _prepare(scale: float, bounded: bool, tokens: _Tokens) -> _Prepared:
 
     # From here on, of blocks of h tokens: the decay of a whole one; and for each of the first blocks inside,
     # the decay of the larger one before it and after it.
-    whole = into[..., -1, :]
     before = after = jnp.ones_like(whole)
     h = b
     while h < C:
@@ -238,13 +235,13 @@ def _prepare(scale: float, bounded: bool, tokens: _Tokens) -> _Prepared:
     A, M = A.reshape(*lead, C, C), M.reshape(*lead, C, C)
     # From the sum: a slow channel's decay rounds to the same side at every token, which thousands would show.
     a = jnp.exp(tokens.sum_g)
-    return _Prepared(k_q, k, before, after, a, tokens.beta, A, _causal_dot(M, A))
+    return _Prepared(k_q, k, before, after, a, tokens.beta, A, M)
 
 
 def _blocks_at_once(decay: jax.Array, k: jax.Array, k_q: jax.Array) -> tuple[jax.Array, ...]:
-    """decay and k [..., b, K], k_q [..., 2, b, K] to, of each block of b tokens: the decay from its start
-    through each token; from after each token to its end; k_q times the first; and [..., 2, b, b], k_q by k
-    with the decay between them, which holds where the row is not before the column.
+    """decay and k [..., b, K], k_q [..., 2, b, K] to, of each block of b tokens: its decay [..., K]; k times
+    the decay from after each token to the end; k_q times the decay from the start through each token; and
+    [..., 2, b, b], k_q by k with the decay between them, which holds where the row is not before the column.
     """
     *lead, b, K = k.shape
     into = decay
@@ -253,10 +250,11 @@ def _blocks_at_once(decay: jax.Array, k: jax.Array, k_q: jax.Array) -> tuple[jax
         into = _with_neighbour(into, into, h)[0]
         h *= 2
     into = lax.optimization_barrier(into)
-    back = 1.0 / into
+    whole = into[..., -1, :]
+    k = lax.optimization_barrier(k / into)
     k_q = lax.optimization_barrier(k_q * into[..., None, :, :])
-    pairs = _dot_rows(k_q.reshape(*lead, 2 * b, K), k * back).reshape(*lead, 2, b, b)
-    return into, into[..., -1:, :] * back, k_q, pairs
+    pairs = _dot_rows(k_q.reshape(*lead, 2 * b, K), k).reshape(*lead, 2, b, b)
+    return whole, lax.optimization_barrier(k * whole[..., None, :]), k_q, pairs
 
 
 def _blocks_doubled(decay: jax.Array, k: jax.Array, k_q: jax.Array) -> tuple[jax.Array, ...]:
@@ -273,7 +271,8 @@ def _blocks_doubled(decay: jax.Array, k: jax.Array, k_q: jax.Array) -> tuple[jax
         pairs = jnp.where(_across(b, h), dot(k_q * into[..., None, :, :], k * out), pairs)
         into, out = lax.optimization_barrier(_with_neighbour(into, out, h))
         h *= 2
-    return into, out, lax.optimization_barrier(k_q * into[..., None, :, :]), pairs
+    k, k_q = lax.optimization_barrier((k * out, k_q * into[..., None, :, :]))
+    return into[..., -1, :], k, k_q, pairs
 
 
 def _with_neighbour(into: jax.Array, out: jax.Array, h: int) -> tuple[jax.Array, jax.Array]:
@@ -297,8 +296,9 @@ def _two_by_two(x11: jax.Array, x12: jax.Array, x21: jax.Array, x22: jax.Array) 
     return jnp.concatenate([top, jnp.concatenate([x21, x22], axis=-1)], axis=-2)
 
 
-def _step(state: jax.Array, prepared: _Prepared, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One chunk: state [heads, K, V] and v [C, heads, V] to the next state and o [heads, C, V]."""
+def _step(state: jax.Array, prepared: _Prepared, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One chunk: state [heads, K, V] and v [C, heads, V] to the next state, and Qd S and U
+    [heads, C, V]."""
     v = v.astype(state.dtype).swapaxes(0, 1)
     heads, C, V = v.shape
     n, _, b, K = prepared.k_q.shape[1:]
@@ -306,10 +306,9 @@ def _step(state: jax.Array, prepared: _Prepared, v: jax.Array) -> tuple[jax.Arra
     Kr = (prepared.k * prepared.after[:, :, None]).reshape(heads, C, K)
     read = _dot(Kd_Qd, state).reshape(heads, n, 2, b, V)
     read_k, read_q = (read[:, :, i].reshape(heads, C, V) for i in (0, 1))
-    A_MA = jnp.concatenate([prepared.A, prepared.MA], axis=1)
-    written = _causal_dot(A_MA, prepared.beta[..., None] * (v - read_k))
-    U, o = written[:, :C], read_q + written[:, C:]
-    return prepared.a[..., None] * state + _dot(Kr.swapaxes(1, 2), U), o
+    U = _causal_dot(prepared.A, prepared.beta[..., None] * (v - read_k))
+    state = prepared.a[..., None] * state + _dot(Kr.swapaxes(1, 2), U)
+    return state, read_q, U
 
 
 def _activate(
@@ -329,6 +328,7 @@ def _activate(
     beta = jnp.where(chunks.valid, beta, 0.0)
     group = g.shape[-2] // q.shape[-2]
     q, k = (jnp.repeat(x, group, axis=-2) for x in (q, k))
+    g = lax.optimization_barrier(g)  # or its sum and its exponential would each make the sigmoid anew
     sum_g = g.sum(axis=-3)
     q, k, g = (x.swapaxes(-2, -3) for x in (q, k, g))
     return _Tokens(q, k, g, beta.swapaxes(-1, -2), sum_g)
@@ -367,13 +367,13 @@ def _scan_chunks(
 
     def chunk(
         state: jax.Array, operands: tuple[_Prepared, jax.Array, jax.Array | None, jax.Array | None]
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None]]:
         prepared, v, is_first, start = operands
         if is_first is not None:
             begin = 0.0 if start is None else start.astype(state.dtype)
             state = jnp.where(is_first[:, None, None], begin, state)
-        state, o = _step(state, prepared, v)
-        return state, (o, state if keep_states else None)
+        state, read, U = _step(state, prepared, v)
+        return state, (read, U, state if keep_states else None)
 
     def span(
         state: jax.Array, operands: tuple[_Chunk, tuple[_Norm, _Norm] | None]
@@ -382,7 +382,8 @@ def _scan_chunks(
         prepared = _prepare(options.scale, bounded, _activate(options, chunks, norms, A_log, dt_bias))
         # Unrolled, so that a chunk's products take its part of the span's arrays where it lies.
         each = (prepared, chunks.v, chunks.is_first, chunks.start)
-        state, (o, states) = lax.scan(chunk, state, each, unroll=True)
+        state, (read, U, states) = lax.scan(chunk, state, each, unroll=True)
+        o = read + _causal_dot(prepared.M, U)
         return state, (o.swapaxes(1, 2), states)
 
     bounded = options.gate == GateMode.SAFE and -options.lower_bound * BLOCK <= LARGEST_EXPONENT
