@@ -30,6 +30,9 @@ class Route(enum.StrEnum):
     C8_M128_D35 = "c8_m128_d35"  # a cluster of eight: one owner, seven helpers; only where it is asked for
 
 
+_NAMES = ("auto", *(route.value for route in Route))
+
+
 @dataclass(frozen=True)
 class Device:
     """The facts about a device that routing reads."""
@@ -110,18 +113,17 @@ class Decision:
 
 def route_name(route: object) -> str:
     """The `route` argument of a call as a name: "auto" or one of Route."""
-    names = ("auto", *(r.value for r in Route))
-    allowed = ", ".join(map(repr, names))
+    if isinstance(route, str) and str(route) in _NAMES:
+        return str(route)
+    allowed = ", ".join(map(repr, _NAMES))
     if not isinstance(route, str):
         raise TypeError(
             f"route: got {type(route).__name__}; allowed: {allowed}. Note: a name or a jax_kda.Route."
         )
-    if str(route) not in names:
-        raise ValueError(
-            f"route: got {str(route)!r}; allowed: {allowed}. "
-            "Note: 'auto' takes the fastest that serves the call; jax_kda.explain_route(...) says which."
-        )
-    return str(route)
+    raise ValueError(
+        f"route: got {str(route)!r}; allowed: {allowed}. "
+        "Note: 'auto' takes the fastest that serves the call; jax_kda.explain_route(...) says which."
+    )
 
 
 def choose(problem: Problem, device: Device, build: Build, regions: tuple[Region, ...] = REGIONS) -> Decision:
