@@ -1,8 +1,8 @@
 """`python -m bench.decode`: GPU times of kda_decode, a step of T new tokens for N sequences.
 
-The native tool (tests/native/decode_driver.cu) checks each case against the f64 recurrence, flushes L2 before every
-call, and measures the copy rate in the same run. Results: bench/results/h200-decode.json; the floor of a row is
-all bytes of the step, states read and written once, at the copy rate.
+The native tool (tests/native/decode_driver.cu) checks each case against the f64 recurrence, flushes L2 before
+every call, and measures the copy rate in the same run. Results: bench/results/h200-decode.json; the floor of
+a row is all bytes of the step, states read and written once, at the copy rate.
 """
 
 from __future__ import annotations

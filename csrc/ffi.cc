@@ -193,8 +193,7 @@ ffi::Error decode(const Call& call, PrefillArgs& args) {
     checks.dtype(name, *state, {DataType::F32, DataType::BF16});
   }
   // The kernels move 16 bytes at a time.
-  for (const AnyBuffer* buffer : {&call.q, &call.k, &call.v, &call.g, &call.initial_state, &call.o, &call.final_state,
-                                  &call.workspace}) {
+  for (const AnyBuffer* buffer : {&call.q, &call.k, &call.v, &call.g, &call.initial_state, &call.o, &call.final_state}) {
     checks.require(reinterpret_cast<uintptr_t>(buffer->untyped_data()) % 16 == 0,
                    "a buffer of shape " + shape_text(buffer->dimensions()) + " is not aligned to 16 bytes");
   }
@@ -234,6 +233,7 @@ ffi::Error take_workspace(const AnyBuffer& workspace, Route route, PrefillArgs& 
   checks.dtype("workspace", workspace, {DataType::U8});
   checks.require(args.workspace_bytes >= needed, "workspace has " + std::to_string(args.workspace_bytes) +
                                                      " bytes, this route needs " + std::to_string(needed));
+  checks.require(reinterpret_cast<uintptr_t>(args.workspace) % 16 == 0, "workspace is not aligned to 16 bytes");
   return checks.failed() ? checks.error() : ffi::Error::Success();
 }
 
