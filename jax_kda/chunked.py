@@ -7,7 +7,7 @@ decay (Kimi Linear, arXiv:2510.26692, section 3; beta stays with its rows, outsi
     Kd = k exp(G)   Qd = scale q exp(G)   Kr = k exp(G_C - G)   a = exp(G_C)
     L  = strictly lower, beta_i sum_d k_id k_jd exp(G_id - G_jd)      A = (I + L)^-1
     M  = lower,          scale  sum_d q_id k_jd exp(G_id - G_jd)
-    X  = beta (V - Kd S)   U = A X   O = Qd S + (M A) X   S <- diag(a) S + Kr^T U
+    U  = A (beta (V - Kd S))   O = Qd S + M U   S <- diag(a) S + Kr^T U
 
 How the pair weights exp(G_i - G_j) and the inverse are made decides whether this is right. Both are built by
 doubling: two neighbouring blocks of h tokens become one of 2h. Between them,
@@ -16,14 +16,19 @@ doubling: two neighbouring blocks of h tokens become one of 2h. Between them,
 
 and both factors are *products* of decays inside one block, never exp of a difference of long sums. So no
 factor exceeds 1, nothing is lost when a channel has decayed by thousands, there is nothing to mask before
-`exp` (gradients are finite), and a token never meets anything that depends on a later one. The inverse
-doubles along,
+`exp` (gradients are finite), and a token never meets anything that depends on a later one. Where the gate
+bounds the decay of a token, blocks of BLOCK tokens are made at once instead, from the decay since the block's
+start and its reciprocal, which the bound keeps below exp(40). The inverse doubles along,
 
     [I + L1   0   ]^-1    [ T1          0  ]
     [ B     I + L2]     = [-T2 B T1     T2 ]
 
 which is forward substitution by blocks: no power of L is ever formed. Everything is float32 at precision
 HIGHEST.
+
+What is fast on a CPU decides the rest. XLA computes an operand anew in each of its consumers, unless a
+barrier keeps it. A product takes whole arrays, so a slice of one costs a copy, unless something is multiplied
+on the way. Few large products use more of a core, and more cores, than many small ones.
 """
 
 from __future__ import annotations
@@ -36,11 +41,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kda import activations
-from jax_kda.contract import Options
+from jax_kda.contract import GateMode, Options
 
 __all__ = ["chunked_prefill"]
 
-CHUNK = 32  # tokens; a power of two. 64 is 14 % slower on a CPU, 16 no faster
+CHUNK = 64  # tokens; a power of two
+BLOCK = 8  # tokens; a power of two. Smaller blocks of a chunk are never sliced out, only masked
+LARGEST_EXPONENT = 40.0  # of a reciprocal decay: its square, which the gradient takes, is still a float32
 TOKEN_OPERANDS = ("q", "k", "v", "g", "beta")
 SPAN = 8  # chunks prepared together, and recomputed together in the backward pass
 
@@ -80,6 +87,13 @@ def chunked_prefill(options: Options, *operands: jax.Array) -> tuple[jax.Array, 
 # copying it first.
 
 
+class _Norm(NamedTuple):
+    """x * scale * reciprocal is x normalised; [..., C, heads, 1]."""
+
+    scale: jax.Array  # a power of two, against overflow
+    reciprocal: jax.Array
+
+
 class _Chunk(NamedTuple):
     """The tokens of one chunk, as they come; leading axes number chunks."""
 
@@ -96,13 +110,31 @@ class _Chunk(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What a chunk's recurrence needs, [..., heads, C, *]: the table of the module's docstring."""
+    """What a chunk's recurrence needs, by the table of the module's docstring. Leading axes end in heads; a
+    chunk is n blocks of b tokens.
 
-    Kd_Qd: jax.Array  # [..., 2C, K]: one product with the state serves both
-    Kr: jax.Array  # [..., C, K]
+    Kd, Qd and Kr are left as two factors, to be multiplied chunk by chunk: then taking one chunk out costs
+    nothing.
+    """
+
+    k_q: jax.Array  # [..., n, 2, b, K]: Kd and Qd but for `before`; one product with the state serves both
+    k: jax.Array  # [..., n, b, K]: Kr but for `after`
+    before: jax.Array  # [..., n, K]: decay of the chunk before this block
+    after: jax.Array  # [..., n, K]: and after it
     a: jax.Array  # [..., K]
     beta: jax.Array  # [..., C]
-    A_MA: jax.Array  # [..., 2C, C]: likewise, with X
+    A: jax.Array  # [..., C, C]
+    M: jax.Array  # [..., C, C]
+
+
+class _Tokens(NamedTuple):
+    """A chunk's tokens ready for the recurrence: float32."""
+
+    q: jax.Array  # [..., heads, C, K], like k and g
+    k: jax.Array
+    g: jax.Array
+    beta: jax.Array  # [..., heads, C]
+    sum_g: jax.Array  # [..., heads, K]
 
 
 class _Layout(NamedTuple):
@@ -128,11 +160,19 @@ def _dot_rows(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _causal_dot(lower: jax.Array, x: jax.Array) -> jax.Array:
-    """`lower @ x` for lower-triangular matrices [C, C], one or several stacked to [n C, C]; x is [C, V].
+    """`lower @ x`; lower is triangular, [..., C, C], and x is [..., C, V].
 
     Row i sees rows 0..i of x and no other, even where later rows are not finite: zero times infinity would
     carry an overflow, or a NaN, back to tokens before it.
     """
+    product = _dot(lower, x)
+    # Zero times what is not finite is NaN, and the first row has zeros for all rows of x but the first: it
+    # tells whether there is more to do.
+    spoilt = jnp.isnan(product[..., 0, :]).any()
+    return lax.cond(spoilt, _careful_causal_dot, lambda lower, x, product: product, lower, x, product)
+
+
+def _careful_causal_dot(lower: jax.Array, x: jax.Array, product: jax.Array) -> jax.Array:
     finite = jnp.isfinite(x)
     product = _dot(lower, jnp.where(finite, x, 0.0))
     # The sum of 4^-i over the bad rows i reaches 4^-n exactly where one of rows 0..n is bad. (A sum, since
@@ -140,55 +180,117 @@ def _causal_dot(lower: jax.Array, x: jax.Array) -> jax.Array:
     C = x.shape[-2]
     weight = 4.0 ** -jnp.arange(C, dtype=jnp.float32)[:, None]
     bad = jnp.sum(jnp.where(finite, 0.0, weight), axis=-2, keepdims=True)
-    weight = jnp.tile(weight, (product.shape[-2] // C, 1))
     return jnp.where(bad >= weight, jnp.nan, product)
 
 
-def _prepare(scale: float, q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array) -> _Prepared:
-    """q, k, g [..., C, K] and beta [..., C] to the chunk's matrices, doubled up from single tokens."""
-    *lead, C, K = k.shape
-    q, beta_k = q * scale, beta[..., None] * k
+def _prepare(scale: float, bounded: bool, tokens: _Tokens) -> _Prepared:
+    """The chunk's matrices. `bounded`: BLOCK tokens decay by LARGEST_EXPONENT at most."""
+    *lead, C, K = tokens.k.shape
+    b = min(BLOCK, C)
 
-    # Of the blocks of h tokens: the decay of a whole block; from its start through each token; from after
-    # each token to its end.
-    whole = into = jnp.exp(g)
-    out = jnp.ones_like(into)
-    A = jnp.ones((*lead, C, 1, 1), k.dtype)
-    M = _dot_rows(q[..., None, :], k[..., None, :])
+    def blocks(x: jax.Array) -> jax.Array:
+        return x.reshape(*lead, C // b, b, x.shape[-1])
 
-    def halves(x: jax.Array, h: int) -> tuple[jax.Array, jax.Array]:
-        pairs = x.reshape(*lead, -1, 2, h, x.shape[-1])
-        return pairs[..., 0, :, :], pairs[..., 1, :, :]
+    k, decay, beta = blocks(tokens.k), blocks(jnp.exp(tokens.g)), blocks(tokens.beta[..., None])
+    k_q = jnp.stack([k, blocks(tokens.q * scale)], axis=-3)
+    whole, k, k_q, pairs = (_blocks_at_once if bounded else _blocks_doubled)(decay, k, k_q)
 
-    h = 1
+    place = jnp.arange(b)
+    L = jnp.where(place[:, None] > place, beta * pairs[..., 0, :, :], 0.0)
+    M = jnp.where(place[:, None] >= place, pairs[..., 1, :, :], 0.0)
+    A = jnp.eye(b, dtype=L.dtype) - jnp.where(_across(b, 1), L, 0.0)
+    h = 2
+    while h < b:
+        A = A - _causal_dot(A, _causal_dot(jnp.where(_across(b, h), L, 0.0), A))
+        h *= 2
+
+    # From here on, of blocks of h tokens: the decay of a whole one; and for each of the first blocks inside,
+    # the decay of the larger one before it and after it.
+    before = after = jnp.ones_like(whole)
+    h = b
     while h < C:
-        keys = halves(k, h)[0] * halves(out, h)[0]
-        enter = halves(into, h)[1]
-        A1, A2 = halves(A, h)
-        M1, M2 = halves(M, h)
-        zeros = jnp.zeros_like(A1)
-        B = _dot_rows(halves(beta_k, h)[1] * enter, keys)
-        A = _two_by_two(A1, zeros, -_causal_dot(A2, _dot(B, A1)), A2)
-        M = _two_by_two(M1, zeros, _dot_rows(halves(q, h)[1] * enter, keys), M2)
+        n = C // (2 * h)
 
-        first, second = (x[..., None, :, :] for x in halves(whole, 1))
+        def halves(x: jax.Array, n: int = n) -> tuple[jax.Array, jax.Array]:
+            pairs = x.reshape(*lead, n, 2, -1, x.shape[-1])
+            return pairs[..., 0, :, :], pairs[..., 1, :, :]
+
+        later = halves((k_q * before[..., None, None, :]).reshape(*lead, 2 * C, K))[1]
+        earlier = halves((k * after[..., None, :]).reshape(*lead, C, K))[0]
+        pairs = _dot_rows(later, earlier).reshape(*lead, n, h // b, 2, b, h)
+        L21, M21 = (pairs[..., i, :, :].reshape(*lead, n, h, h) for i in (0, 1))
+        A1, A2 = halves(A)
+        M1, M2 = halves(M)
+        zeros = jnp.zeros_like(A1)
+        B = halves(tokens.beta[..., None])[1] * L21
+        A = _two_by_two(A1, zeros, -_causal_dot(A2, _dot(B, A1)), A2)
+        M = _two_by_two(M1, zeros, M21, M2)
+
+        first, second = (x[..., None, :, :] for x in halves(whole))
         one = jnp.ones_like(first)
-        blocks = (*lead, C // (2 * h), 2, h, K)
-        into = (into.reshape(blocks) * jnp.concatenate([one, first], axis=-3)).reshape(k.shape)
-        out = (out.reshape(blocks) * jnp.concatenate([second, one], axis=-3)).reshape(k.shape)
+        inner = (*lead, n, 2, h // b, K)
+        before = (before.reshape(inner) * jnp.concatenate([one, first], axis=-3)).reshape(*lead, C // b, K)
+        after = (after.reshape(inner) * jnp.concatenate([second, one], axis=-3)).reshape(*lead, C // b, K)
         whole = (first * second)[..., 0, 0, :]
         h *= 2
 
     A, M = A.reshape(*lead, C, C), M.reshape(*lead, C, C)
-    return _Prepared(
-        Kd_Qd=jnp.concatenate([k * into, q * into], axis=-2),
-        Kr=k * out,
-        # From the sum: a slow channel's decay rounds to the same side at every token, which thousands would
-        # show.
-        a=jnp.exp(jnp.sum(g, axis=-2)),
-        beta=beta,
-        A_MA=jnp.concatenate([A, _causal_dot(M, A)], axis=-2),
-    )
+    # From the sum: a slow channel's decay rounds to the same side at every token, which thousands would show.
+    a = jnp.exp(tokens.sum_g)
+    return _Prepared(k_q, k, before, after, a, tokens.beta, A, M)
+
+
+def _blocks_at_once(decay: jax.Array, k: jax.Array, k_q: jax.Array) -> tuple[jax.Array, ...]:
+    """decay and k [..., b, K], k_q [..., 2, b, K] to, of each block of b tokens: its decay [..., K]; k times
+    the decay from after each token to the end; k_q times the decay from the start through each token; and
+    [..., 2, b, b], k_q by k with the decay between them, which holds where the row is not before the column.
+    """
+    *lead, b, K = k.shape
+    into = decay
+    h = 1
+    while h < b:
+        into = _with_neighbour(into, into, h)[0]
+        h *= 2
+    into = lax.optimization_barrier(into)
+    whole = into[..., -1, :]
+    k = lax.optimization_barrier(k / into)
+    k_q = lax.optimization_barrier(k_q * into[..., None, :, :])
+    pairs = _dot_rows(k_q.reshape(*lead, 2 * b, K), k).reshape(*lead, 2, b, b)
+    return whole, lax.optimization_barrier(k * whole[..., None, :]), k_q, pairs
+
+
+def _blocks_doubled(decay: jax.Array, k: jax.Array, k_q: jax.Array) -> tuple[jax.Array, ...]:
+    """The same where decays have no bound."""
+    *lead, b, K = k.shape
+
+    def dot(k_q: jax.Array, k: jax.Array) -> jax.Array:
+        return _dot_rows(k_q.reshape(*lead, 2 * b, K), k).reshape(*lead, 2, b, b)
+
+    pairs = dot(k_q, k)  # of a token with itself
+    into, out = decay, jnp.ones_like(decay)
+    h = 1
+    while h < b:
+        pairs = jnp.where(_across(b, h), dot(k_q * into[..., None, :, :], k * out), pairs)
+        into, out = lax.optimization_barrier(_with_neighbour(into, out, h))
+        h *= 2
+    k, k_q = lax.optimization_barrier((k * out, k_q * into[..., None, :, :]))
+    return into[..., -1, :], k, k_q, pairs
+
+
+def _with_neighbour(into: jax.Array, out: jax.Array, h: int) -> tuple[jax.Array, jax.Array]:
+    """The decays into and out of blocks of h tokens to those of 2h; [..., tokens, K]."""
+    *lead, b, K = into.shape
+    x, y = (z.reshape(*lead, b // (2 * h), 2, h, K) for z in (into, out))
+    first, second = x[..., :1, -1:, :], x[..., 1:, -1:, :]
+    is_second = jnp.arange(2)[:, None, None] == 1
+    x, y = x * jnp.where(is_second, first, 1.0), y * jnp.where(is_second, 1.0, second)
+    return x.reshape(into.shape), y.reshape(into.shape)
+
+
+def _across(b: int, h: int) -> jax.Array:
+    """[b, b], for blocks of h tokens two and two: the row in the second, the column in the first."""
+    block = jnp.arange(b) // h
+    return (block[:, None] == block + 1) & (block % 2 == 0)
 
 
 def _two_by_two(x11: jax.Array, x12: jax.Array, x21: jax.Array, x22: jax.Array) -> jax.Array:
@@ -196,24 +298,31 @@ def _two_by_two(x11: jax.Array, x12: jax.Array, x21: jax.Array, x22: jax.Array) 
     return jnp.concatenate([top, jnp.concatenate([x21, x22], axis=-1)], axis=-2)
 
 
-def _step(state: jax.Array, prepared: _Prepared, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One chunk: state [heads, K, V] and v [C, heads, V] to the next state and o [heads, C, V]."""
+def _step(state: jax.Array, prepared: _Prepared, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One chunk: state [heads, K, V] and v [C, heads, V] to the next state, and Qd S and U
+    [heads, C, V]."""
     v = v.astype(state.dtype).swapaxes(0, 1)
-    C = v.shape[1]
-    read = _dot(prepared.Kd_Qd, state)
-    written = _causal_dot(prepared.A_MA, prepared.beta[..., None] * (v - read[:, :C]))
-    U, o = written[:, :C], read[:, C:] + written[:, C:]
-    state = prepared.a[..., None] * state + _dot(prepared.Kr.swapaxes(1, 2), U)
-    return state, o
+    heads, C, V = v.shape
+    n, _, b, K = prepared.k_q.shape[1:]
+    Kd_Qd = (prepared.k_q * prepared.before[:, :, None, None]).reshape(heads, 2 * C, K)
+    Kr = (prepared.k * prepared.after[:, :, None]).reshape(heads, C, K)
+    read = _dot(Kd_Qd, state).reshape(heads, n, 2, b, V)
+    read_k, read_q = (read[:, :, i].reshape(heads, C, V) for i in (0, 1))
+    U = _causal_dot(prepared.A, prepared.beta[..., None] * (v - read_k))
+    state = prepared.a[..., None] * state + _dot(Kr.swapaxes(1, 2), U)
+    return state, read_q, U
 
 
 def _activate(
-    options: Options, chunks: _Chunk, A_log: jax.Array | None, dt_bias: jax.Array | None
-) -> tuple[jax.Array, ...]:
-    """q, k, g, beta ready for the recurrence: float32, [..., heads, C, size]."""
+    options: Options,
+    chunks: _Chunk,
+    norms: tuple[_Norm, _Norm] | None,
+    A_log: jax.Array | None,
+    dt_bias: jax.Array | None,
+) -> _Tokens:
     q, k = chunks.q.astype(jnp.float32), chunks.k.astype(jnp.float32)
-    if options.l2norm:
-        q, k = activations.l2_normalise(q), activations.l2_normalise(k)
+    if norms is not None:
+        q, k = (x * norm.scale * norm.reciprocal for x, norm in zip((q, k), norms, strict=True))
     g = activations.log_decay(options, chunks.g, A_log, dt_bias, jnp.float32)
     beta = activations.write_strength(options, chunks.beta, jnp.float32)
     # A place without a token must leave the state alone: decay 1, nothing written.
@@ -221,7 +330,29 @@ def _activate(
     beta = jnp.where(chunks.valid, beta, 0.0)
     group = g.shape[-2] // q.shape[-2]
     q, k = (jnp.repeat(x, group, axis=-2) for x in (q, k))
-    return *(x.swapaxes(-2, -3) for x in (q, k, g)), beta.swapaxes(-1, -2)
+    g = lax.optimization_barrier(g)  # or its sum and its exponential would each make the sigmoid anew
+    sum_g = g.sum(axis=-3)
+    q, k, g = (x.swapaxes(-2, -3) for x in (q, k, g))
+    return _Tokens(q, k, g, beta.swapaxes(-1, -2), sum_g)
+
+
+def _norm(x: jax.Array) -> _Norm:
+    """What `activations.l2_normalise` multiplies by, but its second sum, for squares that overflow, is left
+    out where there are none. Once for all chunks, as XLA then sums x where it lies.
+    """
+    x = x.astype(jnp.float32)
+    squares = jnp.sum(x * x, axis=-1, keepdims=True)
+    is_large = squares > 2.0**80
+    scale = jnp.where(is_large, 2.0**-100, 1.0)
+    plain = lax.rsqrt(squares + activations.L2_EPSILON)
+
+    def any_size(x: jax.Array, plain: jax.Array) -> jax.Array:
+        small = x * 2.0**-100
+        small_squares = jnp.sum(small * small, axis=-1, keepdims=True)
+        # The unused branch must be harmless too, or the gradient of the zero row is NaN.
+        return jnp.where(is_large, lax.rsqrt(jnp.where(is_large, small_squares, 1.0)), plain)
+
+    return _Norm(scale, lax.cond(is_large.any(), any_size, lambda x, plain: plain, x, plain))
 
 
 def _scan_chunks(
@@ -238,21 +369,29 @@ def _scan_chunks(
 
     def chunk(
         state: jax.Array, operands: tuple[_Prepared, jax.Array, jax.Array | None, jax.Array | None]
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None]]:
         prepared, v, is_first, start = operands
         if is_first is not None:
             begin = 0.0 if start is None else start.astype(state.dtype)
             state = jnp.where(is_first[:, None, None], begin, state)
-        state, o = _step(state, prepared, v)
-        return state, (o, state if keep_states else None)
+        state, read, U = _step(state, prepared, v)
+        return state, (read, U, state if keep_states else None)
 
-    def span(state: jax.Array, chunks: _Chunk) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-        prepared = _prepare(options.scale, *_activate(options, chunks, A_log, dt_bias))
-        state, (o, states) = lax.scan(chunk, state, (prepared, chunks.v, chunks.is_first, chunks.start))
+    def span(
+        state: jax.Array, operands: tuple[_Chunk, tuple[_Norm, _Norm] | None]
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+        chunks, norms = operands
+        prepared = _prepare(options.scale, bounded, _activate(options, chunks, norms, A_log, dt_bias))
+        # Unrolled, so that a chunk's products take its part of the span's arrays where it lies.
+        each = (prepared, chunks.v, chunks.is_first, chunks.start)
+        state, (read, U, states) = lax.scan(chunk, state, each, unroll=True)
+        o = read + _causal_dot(prepared.M, U)
         return state, (o.swapaxes(1, 2), states)
 
+    bounded = options.gate == GateMode.SAFE and -options.lower_bound * BLOCK <= LARGEST_EXPONENT
+    norms = (_norm(chunks.q), _norm(chunks.k)) if options.l2norm else None
     # Under differentiation only the state between spans is kept; a span is computed again on the way back.
-    state, (o, states) = lax.scan(jax.checkpoint(span, prevent_cse=False), state, chunks)
+    state, (o, states) = lax.scan(jax.checkpoint(span, prevent_cse=False), state, (chunks, norms))
     return state, o, states
 
 
