@@ -34,7 +34,6 @@ class DecodeCall {
 
   DecodeArgs a{};
 
-  size_t state_bytes() const { return state_bytes_; }  // of one sequence
   size_t o_bytes() const { return size_t(a.T) * a.HV * D * 2; }
   double bytes() const {  // that a call has to move
     const double rows = double(a.B) * a.T, key = rows * a.H * D, value = rows * a.HV * D;
