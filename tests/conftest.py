@@ -9,6 +9,8 @@ os.environ["XLA_FLAGS"] = (
 
 # pytest's workers share the GPUs: none may take the memory of one whole.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / workers:.3f}")
 
 import jax
 import pytest

@@ -79,14 +79,8 @@ OVERFLOWS = pytest.mark.xfail(
 )
 
 
-@pytest.mark.parametrize(
-    ("gate", "later"),
-    [
-        pytest.param(gate, later, marks=OVERFLOWS if later != "other" and gate not in BOUNDED else ())
-        for gate in GATES
-        for later in ("other", "huge", "largest")
-    ],
-)
+@pytest.mark.parametrize("later", ["other", "huge", "largest"])
+@pytest.mark.parametrize("gate", GATES)
 def test_no_bit_depends_on_later_tokens(run, gate, later, record_property):
     """`largest`: each is finite, but what is made of them need not be."""
     T = 130
