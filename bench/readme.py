@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import figures, records, shapes, tables
+from . import figures, records, rows, shapes, tables
 from .digest import ROOT
 
 __all__ = ["BLOCKS", "main", "rewritten"]
@@ -79,9 +79,25 @@ def _peers(folder: Path) -> str:
 
 def _speedup(folder: Path) -> str:
     table = tables.speedup(records.load(records.PREFILL, folder), records.published())
-    if not table:
+    if table:
+        return table
+    grid = [
+        row | {"set": "seed"}
+        for row in records.load(records.REGIONS, folder)
+        if rows.shape(row) in shapes.SETS["seed"]
+    ]
+    parts = []
+    for title, kept in (
+        ("The owner/helper routes, gates `slow`:", ("baseline_m128", "c4_m128_d15", "c4_m64_d10")),
+        ("All routes:", records.routes(grid)),
+    ):
+        table = tables.speedup([r for r in grid if r["route"] in kept], records.published(), "slow")
+        if table:
+            parts.append(f"{title}\n\n{table}")
+    if not parts:
         return "No rows yet of another route than the baseline at these shapes."
-    return table
+    source = f"Rows: `bench/results/{records.REGIONS}`; {records.provenance(grid, folder)}."
+    return "\n\n".join([*parts, _wrap(source)])
 
 
 def _decode(folder: Path) -> str:

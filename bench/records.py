@@ -41,6 +41,7 @@ __all__ = [
 
 FOLDER = ROOT / "bench" / "results"
 PREFILL, PEERS, DECODE = "h200-prefill.json", "h200-peers.json", "h200-decode.json"
+REGIONS = "h200-regions.json"
 GPU_TESTS, PUBLISHED, FORMATS = "gpu-tests.json", "published.json", "number-formats.json"
 
 _MADE_BY = {PREFILL: "python -m bench.prefill", PEERS: "python -m bench.peers"}

@@ -162,7 +162,9 @@ def routed(table: Sequence[regions.Region] = regions.REGIONS) -> str:
     if not table:
         return ""
     names = [
-        field.name for field in dataclasses.fields(table[0]) if field.name not in ("route", "provenance")
+        field.name
+        for field in dataclasses.fields(table[0])
+        if field.name not in ("route", "provenance", "measured")
     ]
     lines = [
         [f"auto: `{r.route}`", *(_range(name, getattr(r, name)) for name in names), r.provenance]
@@ -171,12 +173,12 @@ def routed(table: Sequence[regions.Region] = regions.REGIONS) -> str:
     head = [
         "first that holds",
         *(_REGION_NAMES.get(name, name.replace("_", " ")) for name in names),
-        "measured",
+        "on the word of",
     ]
     return markdown(head, lines, left=len(head))
 
 
-_REGION_NAMES = {"tasks": "sequences x value heads", "tokens": "T"}
+_REGION_NAMES = {"tasks": "sequences x value heads", "tokens": "tokens of a sequence"}
 
 
 def _range(name: str, value: Any) -> str:
