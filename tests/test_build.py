@@ -349,7 +349,7 @@ class DecodeCall(Call):
         state = ((P, HV, 128, 128), jnp.bfloat16)
         self.operands |= {"state": state, "state_indices": ((B,), jnp.int32)}
         self.results = {"o": self.results["o"], "new_state": state}
-        del self.attributes["route"]
+        del self.attributes["route"], self.attributes["segment_chunks"]
         self.aliases = {7: 1}
 
     def run(self) -> None:

@@ -66,6 +66,17 @@ def test_decode_does_not_spill(tmp_path: Path) -> None:
     assert list(spills(report).values()) == [["0", "0", "0"]] * 8
 
 
+@pytest.mark.parametrize("name", ["cluster", "segmented"])
+def test_the_other_routes(tmp_path: Path, name: str) -> None:
+    """No product serialised. The clusters' set-up may keep four words; nothing spills in a loop over tokens."""
+    _, report = compile_kernel(name, tmp_path)
+    assert not re.search(r"\(C7\d{3}\)|[Ss]erializ", report)
+    hopper = {kernel: sizes for kernel, sizes in spills(report).items() if "WarpEngine" not in kernel}
+    assert len(hopper) >= 8
+    allowed = 16 if name == "cluster" else 0
+    assert all(int(stores) <= allowed for _, stores, _ in hopper.values()), hopper
+
+
 def test_no_product_is_serialised(compiled: tuple[Path, str]) -> None:
     remarks = [line for line in compiled[1].splitlines() if re.search(r"\(C7\d{3}\)|[Ss]erializ", line)]
     assert remarks == []
