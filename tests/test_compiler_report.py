@@ -68,7 +68,7 @@ def test_decode_does_not_spill(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cluster", "segmented"])
 def test_the_other_routes(tmp_path: Path, name: str) -> None:
-    """No product serialised. The clusters' set-up may keep four words; nothing spills in a loop over tokens."""
+    """No product serialised. The clusters' set-up may keep four words; nothing spills in the loops."""
     _, report = compile_kernel(name, tmp_path)
     assert not re.search(r"\(C7\d{3}\)|[Ss]erializ", report)
     hopper = {kernel: sizes for kernel, sizes in spills(report).items() if "WarpEngine" not in kernel}
