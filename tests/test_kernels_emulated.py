@@ -6,6 +6,7 @@ machine sees: races, deadlocks, reads of what nobody wrote, missing proxy fences
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 import re
@@ -14,6 +15,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
+from jax_kda import contract, routing, segments
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA_HEADERS = ("cuda.h", "cuda_bf16.h", "cuda_runtime.h", "cuda_runtime_api.h")
@@ -115,6 +118,30 @@ def test_a_planted_mistake_is_seen(program: Path, fault: str, part: str, message
     result = run(program, part, "--fault", fault)
     assert result.returncode == 1, f"passed, or crashed: {result.returncode}"
     assert re.search(message, result.stdout), result.stdout
+
+
+@pytest.mark.parametrize("sms", [132, 78])
+@pytest.mark.parametrize(
+    ("B", "T", "N", "HV"),
+    [
+        (1, 0, 1, 1), (1, 1, 1, 1), (1, 2048, 1, 1), (4, 2048, 1, 32),
+        (1, 8192, 8, 64), (2, 999, 3, 5), (1, 2**20, 1, 1),
+    ],
+)  # fmt: skip
+def test_the_host_counts_as_the_kernels_do(program: Path, B: int, T: int, N: int, HV: int, sms: int) -> None:
+    """Lengths of segments and workspaces: jax_kda/segments.py and routing.py against csrc/."""
+    for packed in (False, True) if N == 1 else (True,):
+        said = run(program, "--sizes", *map(str, (B, T, N, HV, sms, int(packed))))
+        chunks, *workspaces = map(int, said.stdout.split())
+        assert chunks == segments.segment_chunks(B, T, N, HV, sms)
+        device = dataclasses.replace(routing.H200, sm_count=sms)
+        options = contract.Options(scale=1.0, packed=packed)
+        dtypes = ("bfloat16", "bfloat16", "float32", "float32")
+        problem = contract.Problem(options, B, T, HV, HV, 128, 128, N, *dtypes)
+        for name, needed in zip(
+            ("segmented", "c4_m128_d15", "c4_m64_d10", "c8_m128_d35"), workspaces, strict=True
+        ):
+            assert routing._ROUTES[routing.Route(name)].workspace_bytes(problem, device) == needed, name
 
 
 def test_every_mistake_has_a_test(program: Path) -> None:

@@ -45,10 +45,10 @@ def parse(line):
     }
 
 
-def lower_call(arguments):
-    rest = options(arguments)
+def lower_call(arguments, **more):
+    rest = options(arguments) | more
     calls = lower(lambda x: jax_kda.kda_prefill(**x, **rest), arrays(arguments))
-    decision = jax_kda.explain_route(**arguments, device="cuda")
+    decision = jax_kda.explain_route(**arguments, **more, device="cuda")
     assert len(calls) == (decision.route is not Route.XLA)
     return calls[0], decision
 
@@ -123,8 +123,7 @@ def test_softplus_without_bias_or_final_state():
 def test_the_workspace_is_a_result(monkeypatch):
     row = routing._Row(routing._m128_refuses, lambda problem, _: 1024 * problem.B)
     monkeypatch.setitem(routing._ROUTES, Route.BASELINE_M128, row)
-    monkeypatch.setattr(routing.choose, "__defaults__", ((),))
-    emitted, decision = lower_call(kda())
+    emitted, decision = lower_call(kda(), route="baseline_m128")
     assert decision.workspace_bytes == 2048
     assert emitted["results"][2] == "2048xui8"
 

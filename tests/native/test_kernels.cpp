@@ -2,6 +2,7 @@
 //
 //   test_kernels PART... [--seed N] [--fault NAME]     exit status 1, and a line that says what, where something is wrong
 //   test_kernels --faults                              the mistakes that can be planted
+//   test_kernels --sizes B T N HV SMS PACKED           chunks of a segment, and workspaces: segmented, c4_m128_d15, c4_m64_d10, c8_m128_d35
 //
 //   inverse      invert alone
 //   recurrence   K2 alone, both engines, fed with packets made here
@@ -348,6 +349,16 @@ int run(int argc, char** argv) {
     const std::string word = argv[i];
     if (word == "--faults") {
       for (const char* name : emulation::kFaultNames) std::printf("%s\n", name);
+      return 0;
+    }
+    if (word == "--sizes" && i + 6 < argc) {
+      PrefillArgs a{};
+      a.B = std::stoll(argv[i + 1]), a.T = std::stoll(argv[i + 2]), a.N = std::stoll(argv[i + 3]), a.HV = std::stoll(argv[i + 4]);
+      const int32_t any = 0;
+      a.offsets = std::stoi(argv[i + 6]) ? &any : nullptr;
+      a.segment_chunks = segment_chunks(a.B, a.T, a.N, a.HV, std::stoi(argv[i + 5]));
+      std::printf("%d %lld %lld %lld %lld\n", a.segment_chunks, (long long)segmented_workspace_bytes(a), (long long)c4_m128_d15_workspace(a),
+                  (long long)c4_m64_d10_workspace(a), (long long)c8_m128_d35_workspace(a));
       return 0;
     }
     const bool has_value = i + 1 < argc;
