@@ -7,11 +7,15 @@
 //   the others       K1: groups of four warps; the groups of a CTA take its chunks in turn
 //
 //   stage ring       chunk c lives in stage c mod kStages, in every CTA:
-//                      K1: wait free -> write the packet -> full; in a pair also copied to the peer's stage, whose full it completes
+//                      K1: wait free -> write the packet -> full
 //                      K2: wait full -> products -> free
+//                    in a pair K1 also copies it: wait taken -> copy to the peer's stage, whose full it completes. So a stage of a CTA's own packets
+//                    is free when its own K2 has done with it and the copy has arrived; the peer's K2 may be behind
 //   barriers         full[s]: the last warp of the group (a packet of the CTA's own), or the bytes of the peer's, announced by K2 beforehand
-//                    free[c mod 2 kStages]: one arrival per K2 warp of every CTA, at the CTA that prepares this stage's packets. Two a stage,
-//                    because a group may come to wait for its stage's next turn while another still waits for this one
+//                    free[c mod 2 kStages], at the CTA that prepares the chunk: one arrival per K2 warp there, and one from the peer when it has the
+//                    copy. Two a stage, because a group may come to wait for its stage's next turn while another still waits for this one
+//                    taken[s], at the CTA that prepares the stage's packets: one arrival per K2 warp of the peer. One a stage: a chunk's group waits
+//                    here behind its wait for free, and so behind the copy of the chunk before
 //                    raw[g]:  the copy engine has brought group g's raw rows
 //
 // Values never pass through the ring: each K2 warp copies its own columns. A CTA of a pair waits for its peer only, both are resident (a cluster),
@@ -29,6 +33,7 @@ namespace {
 template <int kRanks, bool kBounded, bool kGatesF32> struct Baseline {
   static constexpr int kConsumers = 2 / kRanks, kConsumerThreads = kConsumers * 128;  // warpgroups of K2
   static constexpr int kBuffers = kRanks == 1 && kBounded && !kGatesF32 ? 2 : 1;  // of a group's raw rows: two where they fit
+  static constexpr bool kRoomy = false;
   static constexpr int kStages = kBuffers == 2 ? 3 : 4;
   using Prepare = std::conditional_t<kBounded, PrepareBounded<kGatesF32, SharedPacket, kBuffers>, PrepareUnbounded<kGatesF32, SharedPacket>>;
   static constexpr int kGroups = kRanks == 2 && !kGatesF32 ? 3 : 2, kGroupThreads = Prepare::kWarps * 32;  // of K1
@@ -47,7 +52,8 @@ template <int kRanks, bool kBounded, bool kGatesF32> struct Baseline {
   static constexpr uint32_t kGate = kRows + 24;
   static constexpr uint32_t kFull = kGate + 8;
   static constexpr uint32_t kFree = kFull + kStages * 8;
-  static constexpr uint32_t kRaw = kFree + 2 * kStages * 8;
+  static constexpr uint32_t kTaken = kFree + 2 * kStages * 8;
+  static constexpr uint32_t kRaw = kTaken + (kRanks == 2 ? kStages * 8 : 0);
   static constexpr uint32_t kFound = kRaw + kGroups * 8;
   static constexpr uint32_t kBytes = kFound + 8;
   static_assert(kBytes <= 232448, "more shared memory than a CTA can have");
@@ -58,15 +64,18 @@ template <int kRanks, bool kBounded, bool kGatesF32> struct Baseline {
   static constexpr uint32_t kAnnounced = stage::kPacketBytes / (kConsumers * 4);  // bytes of a peer's packet, by each K2 warp
   static_assert(kAnnounced * kConsumers * 4 == stage::kPacketBytes);
 
-  // A K2 warp has done with a stage: it announces its share of the stage's next packet, where the peer will send it, and tells who prepares that.
+  static KDA_DEVICE bool is_guest(uint32_t slot) { return kRanks == 2 && slot % kRanks != cluster_rank(); }
+  // The first warp of K2 sees a packet. The peer's: it may overwrite what it has copied.
+  static KDA_DEVICE void seen(uint32_t shared, uint32_t slot, uint32_t round) {
+    if (is_guest(slot)) barrier_arrive_at(at_rank(shared + kFree + 8 * (slot + round * kStages), slot % kRanks));
+  }
+  // A K2 warp has done with a stage. Of a peer's packet it announces its share of the next one, and tells the peer that there is room for it.
   static KDA_DEVICE void release(uint32_t shared, uint32_t slot, uint32_t round) {
-    const uint32_t free = shared + kFree + 8 * (slot + round * kStages);
-    if constexpr (kRanks == 1) {
-      barrier_arrive(free);
+    if (is_guest(slot)) {
+      barrier_expect(shared + kFull + 8 * slot, kAnnounced);
+      barrier_arrive_at(at_rank(shared + kTaken + 8 * slot, slot % kRanks));
     } else {
-      const uint32_t owner = slot % kRanks;
-      if (owner != cluster_rank()) barrier_expect(shared + kFull + 8 * slot, kAnnounced);
-      barrier_arrive_at(at_rank(free, owner));
+      barrier_arrive(shared + kFree + 8 * (slot + round * kStages));
     }
   }
 };
@@ -95,7 +104,8 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
     for (int s = 0; s < L::kStages; ++s) {
       const bool own = s % kRanks == rank;
       barrier_init(base + L::kFull + 8 * s, own ? 1 : L::kConsumers * 4);
-      for (int round = 0; round < 2; ++round) barrier_init(base + L::kFree + 8 * (s + round * L::kStages), 8);
+      for (int round = 0; round < 2; ++round) barrier_init(base + L::kFree + 8 * (s + round * L::kStages), L::kConsumers * 4 + kRanks - 1);
+      if constexpr (kRanks == 2) barrier_init(base + L::kTaken + 8 * s, L::kConsumers * 4);
       for (int i = 0; i < L::kConsumers * 4 && !own; ++i) barrier_expect(base + L::kFull + 8 * s, L::kAnnounced);
     }
     for (int g = 0; g < L::kGroups; ++g) barrier_init(base + L::kRaw + 8 * g, 1);
@@ -112,6 +122,7 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
     const Producer role = {base + L::kRows, base + L::kRaw + 8 * group, group * kRanks + rank, L::kGroups * kRanks};
     auto send = [&](int chunk, uint32_t from, uint32_t to) {  // bytes of a packet, to the peer
       if (kRanks == 1 || lane != 0) return;
+      if (chunk >= L::kStages) barrier_wait_cluster(base + L::kTaken + 8 * (chunk % L::kStages), (chunk / L::kStages - 1) & 1);
       const uint32_t packet = base + chunk % L::kStages * L::kStageBytes + from, full = base + L::kFull + 8 * (chunk % L::kStages);
       copy_to_cluster(at_rank(packet, rank ^ 1), packet, to - from, at_rank(full, rank ^ 1));
     };

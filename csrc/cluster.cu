@@ -48,7 +48,8 @@ template <class R, bool kBounded, bool kGatesF32> struct Cluster : R {
   static_assert(kThreads >= (kConsumerWarps + 2) * 32);
   // Registers of a thread: a scheduler has 512 for a lane of its warps, shared equally at the start. Where K2 needs more, an owner's other warps give.
   static constexpr int kShare = 512 / ((kThreads + 127) / 128) / 8 * 8;
-  static constexpr int kConsumerRegisters = kShare < 168 ? 168 : kShare;
+  static constexpr int kConsumerRegisters = kConsumers == 1 ? 232 : kShare < 168 ? 168 : kShare;
+  static constexpr bool kRoomy = kConsumers == 1;
 
   static constexpr int kStages = 6;
   static constexpr uint32_t kStageBytes = stage::kBytes;
@@ -69,6 +70,7 @@ template <class R, bool kBounded, bool kGatesF32> struct Cluster : R {
   static constexpr uint32_t kBytes = kFound + 8;
   static_assert(kBytes <= 232448, "more shared memory than a CTA can have");
 
+  static KDA_DEVICE void seen(uint32_t, uint32_t, uint32_t) {}
   static KDA_DEVICE void release(uint32_t shared, uint32_t slot, uint32_t) { barrier_arrive(shared + kFree + 8 * slot); }
 };
 

@@ -143,6 +143,7 @@ template <int kRowGroups, bool kOutputs> struct ReaderLayout {
   static constexpr int kParts = 2 / kRowGroups;  // CTAs for all value rows
   // As many as a CTA of 128 rows has room for. One of 64 rows in step 2 has fewer, and so finds room beside two groups of step 1.
   static constexpr int kStages = kRowGroups == 1 && !kOutputs ? 5 : 6;
+  [[maybe_unused]] static constexpr bool kRoomy = kRowGroups == 1;
   static constexpr uint32_t kStageBytes = stage::kBytes;
   static constexpr uint32_t kValues = kStages * kStageBytes;
   static constexpr uint32_t kOnes = kValues + (kOutputs ? kWarps * kStages * 1024 : 0);
@@ -152,6 +153,7 @@ template <int kRowGroups, bool kOutputs> struct ReaderLayout {
   static constexpr uint32_t kEmpty = kFull + kStages * 8;
   static constexpr uint32_t kBytes = kEmpty + kStages * 8;
   static_assert(kBytes <= 232448, "more shared memory than a CTA can have");
+  static KDA_DEVICE void seen(uint32_t, uint32_t, uint32_t) {}
   static KDA_DEVICE void release(uint32_t shared, uint32_t slot, uint32_t /*round*/) { barrier_arrive(shared + kEmpty + 8 * slot); }
 };
 
@@ -187,7 +189,7 @@ template <class L, bool kWholePackets>
 KDA_DEVICE void read_packets(const SegmentedArgs& x, const Task& task, int first_chunk, int chunks, uint32_t base, int lane) {
   if (lane != 0) return;
   const char* packet = packet_at(x, task, first_slot(task, x.a.N, kChunk) + first_chunk);
-  constexpr uint32_t kBytes = kWholePackets ? stage::kPacketBytes : 2 * kPanel + (stage::kM - stage::kKr) + (stage::kPacketBytes - stage::kDecay);
+  constexpr uint32_t kBytes = kWholePackets ? stage::kPacketBytes : 4 * kPanel + (stage::kM - stage::kA) + (stage::kPacketBytes - stage::kDecay);
   uint32_t slot = 0, parity = 1;
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i, packet += kSlotBytes) {
@@ -197,9 +199,10 @@ KDA_DEVICE void read_packets(const SegmentedArgs& x, const Task& task, int first
     if constexpr (kWholePackets) {
       copy_bulk(stage, packet, stage::kPacketBytes, full);
     } else {  // neither Qd nor M
-#pragma unroll
-      for (int p = 0; p < 2; ++p) copy_bulk(stage + p * stage::kKeyQueryPanel, packet + p * stage::kKeyQueryPanel, kPanel, full);
-      copy_bulk(stage + stage::kKr, packet + stage::kKr, stage::kM - stage::kKr, full);
+      static_assert(stage::kKey + kPanel == stage::kKr && stage::kKr + kPanel == stage::kPanelStride && stage::kA == 2 * stage::kPanelStride);
+      copy_bulk(stage + stage::kKey, packet + stage::kKey, 2 * kPanel, full);
+      constexpr uint32_t kSecond = stage::kPanelStride + stage::kKey;
+      copy_bulk(stage + kSecond, packet + kSecond, stage::kM - kSecond, full);
       copy_bulk(stage + stage::kDecay, packet + stage::kDecay, stage::kPacketBytes - stage::kDecay, full);
     }
     if (++slot == L::kStages) slot = 0, parity ^= 1;

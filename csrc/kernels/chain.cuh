@@ -35,8 +35,8 @@ template <class Engine, class Pipe> KDA_DEVICE void chain(const ChainContext& c,
   const int lane = c.lane;
   const int r = lane & 7, i0 = (lane >> 3) & 1, i1 = lane >> 4, t = lane & 3;
   // As in recurrence.cuh. The values of a chunk and warp take 1 KB.
-  static_assert(kPanel == 4 * 1024 && stage::kQueryRows == kPanel);
-  const uint32_t values = stage::kKeyQuery + (c.warp >> 2) * stage::kKeyQueryPanel + stage::kQueryRows + (c.warp & 3) * 1024;
+  static_assert(kPanel == 4 * 1024);
+  const uint32_t values = stage::kQuery + (c.warp >> 2) * stage::kPanelStride + (c.warp & 3) * 1024;
   const uint32_t tiles = values + (i1 * 8 + r) * 32 + ((i0 ^ ((r >> 2) & 1)) << 4);
   const uint32_t unit = values + (lane >> 1) * 32 + (((lane & 1) ^ ((lane >> 3) & 1)) << 4);
   const uint16_t* v_row = c.v + int64_t(lane >> 1) * c.stride + (lane & 1) * 8;
@@ -73,7 +73,7 @@ template <class Engine, class Pipe> KDA_DEVICE void chain(const ChainContext& c,
     Engine::begin();
 #pragma unroll
     for (int k = 0; k < 8; ++k)
-      if (k >= from && k < to) Engine::rows(p, rounded[k], stage, 0, k, true, lane);
+      if (k >= from && k < to) Engine::rows(p, rounded[k], stage, stage::kKey, k, true, lane);
     Engine::commit();
   };
   auto decay = [&](uint32_t a) {

@@ -30,7 +30,7 @@ struct WarpgroupEngine {
   template <int kPending> static KDA_DEVICE void wait() { wgmma_wait<kPending>(); }
 
   static KDA_DEVICE void rows(float (&d)[16], const uint32_t (&st)[4], uint32_t stage, uint32_t which, int step, bool accumulate, int /*lane*/) {
-    const uint32_t offset = stage::kKeyQuery + which + (step >> 2) * stage::kKeyQueryPanel + (step & 3) * 32;
+    const uint32_t offset = which + (step >> 2) * stage::kPanelStride + (step & 3) * 32;
     wgmma_n32<false>(d, st, descriptor(stage, offset, kKMajor, kSwizzle128 | (1024 >> 4)), accumulate);
   }
   static KDA_DEVICE void square(float (&d)[16], const uint32_t (&x)[2][4], uint32_t stage, uint32_t which, bool accumulate, int /*lane*/) {
@@ -42,7 +42,7 @@ struct WarpgroupEngine {
 #pragma unroll
     for (int step = 0; step < 2; ++step)
       wgmma_n64<true>(st_half, u[step],
-                      descriptor(stage, stage::kKr + half * kPanel + step * 2048, kKrPanels, kSwizzle128 | (1024 >> 4)), 1);
+                      descriptor(stage, stage::kKr + half * stage::kPanelStride + step * 2048, kKrPanels, kSwizzle128 | (1024 >> 4)), 1);
   }
 };
 #endif
@@ -62,7 +62,7 @@ struct WarpEngine {
   }
   static KDA_DEVICE void rows(float (&p)[16], const uint32_t (&st)[4], uint32_t stage, uint32_t which, int step, bool accumulate, int lane) {
     if (!accumulate) clear(p);
-    const uint32_t panel = stage + stage::kKeyQuery + which + (step >> 2) * stage::kKeyQueryPanel;
+    const uint32_t panel = stage + which + (step >> 2) * stage::kPanelStride;
     const uint32_t row = (lane >> 4) * 8 + (lane & 7), unit = (step & 3) * 2 + ((lane >> 3) & 1);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -84,7 +84,7 @@ struct WarpEngine {
       }
   }
   static KDA_DEVICE void outer(float* st_half, const uint32_t (&u)[2][4], uint32_t stage, int half, int lane) {
-    const uint32_t panel = stage + stage::kKr + half * kPanel;
+    const uint32_t panel = stage + stage::kKr + half * stage::kPanelStride;
     const uint32_t row = ((lane >> 3) & 1) * 8 + (lane & 7);
 #pragma unroll
     for (int step = 0; step < 2; ++step)

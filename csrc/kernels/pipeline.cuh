@@ -73,7 +73,9 @@ KDA_DEVICE void sync_cluster() {
   __syncwarp();
   asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
 }
-KDA_DEVICE void barrier_arrive_at(uint32_t b) { asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(b) : "memory"); }
+// Tells another CTA that this thread has read something. Relaxed: what was read is in registers (or was, when a wgmma was waited for) before this is
+// issued, so no later write can reach it; and a release would cost a memory barrier, 1,000 cycles.
+KDA_DEVICE void barrier_arrive_at(uint32_t b) { asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" :: "r"(b) : "memory"); }
 KDA_DEVICE bool barrier_try_cluster(uint32_t b, uint32_t parity) {
   uint32_t done;
   asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(b), "r"(parity) : "memory");

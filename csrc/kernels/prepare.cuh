@@ -48,24 +48,28 @@ template <class N, class Packet> KDA_DEVICE void invert_and_store(N n, Packet pa
 
 KDA_DEVICE uint32_t tile_at(uint32_t square, int row, int column, int lane) { return square + ((row * (row + 1) / 2 + column) * 32 + lane) * 8; }
 
-// What belongs to a token: 1/|k|, scale / |q|, M's diagonal, beta. 16 bytes each, in shared memory: of tokens 8 warp ..., by the warp itself.
-// Norms are diagonals of small products.
-KDA_DEVICE void store_factors(const PrepareContext& c, uint32_t key_query, float beta, uint32_t factors, int lane) {
+// What belongs to a token: -1/|k|, scale / |q|, -M's diagonal, -beta (the signs: packet.cuh). 16 bytes each, in shared memory: of tokens 8 warp ..., by
+// the warp itself. Norms are diagonals of small products. `rows`: raw, panels `stride` apart.
+KDA_DEVICE void store_factors(const PrepareContext& c, uint32_t rows, uint32_t stride, float beta, uint32_t factors, int lane) {
   const int g = lane >> 2, t = lane & 3, w = c.warp;
-  const uint32_t quad = key_query + ((lane >> 3) & 1) * stage::kQueryRows + panel_unit(lane & 7, lane >> 4) + w * 1024;
+  // As left operand {k, q} x {channels 0-7, 8-15}, rows 0-7 being k's and rows 8-15 q's; as right operands {channels 0-7, 8-15} of k, then of q. Loaded
+  // twice, because an operand's registers must be neighbours.
+  const uint32_t first = rows + panel_unit(lane & 7, 0) + w * 1024;
+  const uint32_t left = (first + ((lane >> 3) & 1 ? stage::kQuery : stage::kKey)) ^ ((lane >> 4) << 4);
+  const uint32_t right = (first + ((lane >> 4) ? stage::kQuery : stage::kKey)) ^ (((lane >> 3) & 1) << 4);
   float gram_k[2][4], gram_q[2][4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) gram_k[0][i] = gram_k[1][i] = gram_q[0][i] = gram_q[1][i] = 0.f;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t f[4][4];  // {k, q} x {channels 0-7, 8-15}: rows 0-7 are k's, rows 8-15 q's
+  for (int part = 0; part < 4; ++part) {
+    uint32_t a[2][4], b[2][4];
 #pragma unroll
-    for (int s = 0; s < 4; ++s) load_tiles(f[s], (quad ^ (s << 5)) + half * stage::kKeyQueryPanel);
-#pragma unroll
-    for (int s = 0; s < 4; ++s) {
-      mma_bf16(gram_k[s & 1], f[s], f[s][0], f[s][2]);
-      mma_bf16(gram_q[s & 1], f[s], f[s][1], f[s][3]);
+    for (int s = 0; s < 2; ++s) {
+      const uint32_t step = ((part & 1) * 2 + s) << 5, panel = (part >> 1) * stride;
+      load_tiles(a[s], (left ^ step) + panel), load_tiles(b[s], (right ^ step) + panel);
     }
+#pragma unroll
+    for (int s = 0; s < 2; ++s) mma_bf16(gram_k[s], a[s], b[s][0], b[s][1]), mma_bf16(gram_q[s], a[s], b[s][2], b[s][3]);
   }
   const float strength = shuffle(beta, w * 8 + g);
   if (t == (g >> 1)) {
@@ -73,25 +77,29 @@ KDA_DEVICE void store_factors(const PrepareContext& c, uint32_t key_query, float
     const float kk = odd ? gram_k[0][1] + gram_k[1][1] : gram_k[0][0] + gram_k[1][0];
     const float qk = odd ? gram_k[0][3] + gram_k[1][3] : gram_k[0][2] + gram_k[1][2];
     const float qq = odd ? gram_q[0][3] + gram_q[1][3] : gram_q[0][2] + gram_q[1][2];
-    const float rk = c.l2norm ? rsqrt_approx(kk + 1e-6f) : 1.f, rq = c.scale * (c.l2norm ? rsqrt_approx(qq + 1e-6f) : 1.f);
-    store_shared4(factors + (w * 8 + g) * 16, {rk, rq, qk * rk * rq, strength});
+    const float rk = c.l2norm ? -rsqrt_approx(kk + 1e-6f) : -1.f, rq = c.scale * (c.l2norm ? rsqrt_approx(qq + 1e-6f) : 1.f);
+    store_shared4(factors + (w * 8 + g) * 16, {rk, rq, qk * rk * rq, -strength});
   }
 }
 
 // When this warp's rows of M are in the packet and its tiles of -L in the group's memory, `square`: [10 tiles][32 lanes] 2 f32. The warp whose turn it
-// is inverts; all_but_a() is called there, when the rest of the packet is there and no warp of the group reads raw rows or operands any more. True for
-// that warp, when the packet is whole.
+// is inverts; meanwhile the one after it calls all_but_a(): the rest of the packet is there, and no warp of the group reads raw rows or operands any
+// more. True for the warp that inverts, when the packet is whole.
 template <class Packet, class AllButA>
 KDA_DEVICE bool finish(const PrepareContext& c, const Packet& packet, uint32_t square, int turn, int lane, AllButA all_but_a) {
   constexpr int kWarps = 4;
+  const int role = (c.warp - turn) & 3;
   fence_async_shared();  // what this warp has written: the packet is read, and the rows are written, by engines
-  // A barrier of its own: the three that only arrive may reach the next chunk's barriers before the fourth comes here.
-  if ((turn & 3) != c.warp) {
+  // A barrier of its own: the two that only arrive may reach the next chunk's barriers before the others come here.
+  if (role > 1) {
     arrive_group(c.tiles_barrier, kWarps * 32);
     return false;
   }
   sync_group(c.tiles_barrier, kWarps * 32);
-  all_but_a();
+  if (role == 1) {
+    all_but_a();
+    return false;
+  }
   invert_and_store(
       [&](int row, int column) {
         const float2 x = load_shared2(tile_at(square, row, column, lane));

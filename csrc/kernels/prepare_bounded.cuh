@@ -7,13 +7,14 @@
 //   1. norms (products), and log decays with their running sums from the start of the 16-token block, kept in registers;
 //      factors of the tokens and totals of the blocks to the group's memory                                          -- group barrier
 //   2. exp, and everything that is a row scaled by exponentials:
-//        packet   Kd = -k e^G, Qd = q e^G, Kr = k e^(G_31 - G), decay e^G_31
-//        over the raw rows   the factors of the pair weights e^(G_i - G_j):
+//        packet   -Kd = -k e^G, Qd = q e^G, -Kr = -k e^(G_31 - G), decay e^G_31
+//        over the raw rows (the columns within a block over its gates)   the factors of the pair weights e^(G_i - G_j):
 //                   within a block   rows e^(G_i - G_start)  x  columns e^(G_start - G_j)      (both within 2^+-116)
 //                   across blocks    rows e^(G_i - G_15)     x  columns e^(G_15 - G_j)         (both <= 1)
-//      For rows of block 0 the packet's Kd, Qd are those rows; block 1's rows serve both products.                    -- group barrier
-//   3. L and M by 8 x 8 tiles; M to the packet, L to the group's memory                         -- group barrier, where three warps only arrive
-//   4. the warp whose turn it is inverts I + L and writes A; the others wait for the next chunk's rows
+//      Block 0's rows are the packet's Kd and Qd (and read from there, if it can be read: then the columns for block 1 take the place of its k); block
+//      1's rows serve both products.                                                                                  -- group barrier
+//   3. L and M by 8 x 8 tiles; M to the packet, L to the group's memory                         -- group barrier, where two warps only arrive
+//   4. the warp whose turn it is inverts I + L and writes A; another one sees to what is ready without A; the others wait for the next chunk's rows
 //
 // No reference depends on a later token of the chunk. The diagonal of M is q.k, its pair weight exactly one.
 #pragma once
@@ -33,21 +34,21 @@ namespace jax_kda {
 template <bool kGatesF32, class Packet, int kBuffers> struct PrepareBounded {
   static constexpr bool kBounded = true, kF32 = kGatesF32;
   static constexpr int kWarps = 4;
-  // A group's memory, bytes from its start. Panels as in the packet: 64 channels, rows of 128 bytes, 128-byte swizzle.
-  static constexpr uint32_t kKeyQuery = 0;        // raw [2 panels][32 of k, 32 of q]; then: block 1's rows in their place, and over block 0's k its
-                                                  // columns for block 1's rows
-  static constexpr uint32_t kGates = 4 * kPanel;  // raw; then: columns within blocks, [2 panels][32]
-  static constexpr uint32_t kBufferBytes = kGates + (kGatesF32 ? 4 : 2) * kPanel;
-  static constexpr uint32_t kRows = kBuffers * kBufferBytes;                       // block 0's rows of k, [2 panels][16], where the packet is not readable
-  static constexpr uint32_t kTotals = kRows + (Packet::kReadable ? 0 : kPanel);  // running sums at the blocks' ends, base 2: [2 blocks][128] f32
+  // A group's memory, bytes from its start. Raw rows as in the packet: two panels of 64 channels, each q, k and (where the packet has Kr) gates, with f32
+  // gates in two parts of 32 channels; rows of 128 bytes, 128-byte swizzle.
+  static constexpr uint32_t kGates = stage::kKr;  // within a panel
+  static constexpr uint32_t kPanelStride = kGates + (kGatesF32 ? 2 : 1) * kPanel;
+  static constexpr uint32_t kBufferBytes = 2 * kPanelStride;
+  static constexpr uint32_t kAcross = kBuffers * kBufferBytes;  // block 0's columns for block 1's rows, [2 panels][16], where block 0's k stay
+  static constexpr uint32_t kTotals = kAcross + (Packet::kReadable ? 0 : kPanel);  // running sums at the blocks' ends, base 2: [2 blocks][128] f32
   static constexpr uint32_t kFactors = kTotals + 1024;  // [2: turns alternate][32 tokens] 1/|k|, scale / |q|, M's diagonal, beta
   static constexpr uint32_t kTiles = kFactors + 1024;   // -L: [10 tiles][32 lanes] 2 f32
   static constexpr uint32_t kBytes = (kTiles + 10 * 256 + 1023) / 1024 * 1024;
   static KDA_DEVICE uint32_t buffer(uint32_t memory, int turn) { return memory + (kBuffers == 2 ? (turn & 1) * kBufferBytes : 0); }
 
   // turn: how many chunks this group has prepared before; beta: of token `lane`. acquire() waits until the packet may be written, and gives
-  // it. rows_used() is called by one warp when the copy engine may bring the next rows; all_but_a() by the warp that inverts, when all of the packet
-  // but A is there. True for that warp, after all others.
+  // it. rows_used() is called by one warp when the copy engine may bring the next rows; all_but_a() by one when all of the packet but A is there. True
+  // for the warp that finishes the packet.
   template <class Acquire, class RowsUsed, class AllButA>
   static KDA_DEVICE bool run(const PrepareContext& c, int tokens, float beta, int turn, Acquire acquire, RowsUsed rows_used, AllButA all_but_a);
 };
@@ -61,13 +62,16 @@ KDA_DEVICE bool PrepareBounded<kGatesF32, Packet, kBuffers>::run(const PrepareCo
   const uint32_t memory = opaque(c.memory), rows = buffer(memory, turn);
   // Two, because the warp that inverts may read its chunk's while the group writes the next one's.
   const uint32_t factors = memory + kFactors + (turn & 1) * 512;
-  // Byte offset of this lane's channel pair in row 0 of a panel; row r's is this ^ (r & 7) << 4, plus 128 r.
-  const uint32_t pair = (lane >> 2) << 4 | (lane & 3) << 2;
+  // This lane's channel pair in the block's first row: of q, k, gates in the raw rows, and of Qd, -Kd, -Kr in the packet. Of its row r: ^ (r & 7) << 4,
+  // plus 128 r.
+  const uint32_t pair = block * 2048 + ((lane >> 2) << 4 | (lane & 3) << 2);
+  const uint32_t raw = rows + panel * kPanelStride + pair;
+  auto row_of = [](auto first, int i) { return first ^ uint32_t((i & 7) << 4); };
 
   // Loads from shared memory stand before the arithmetic that hides them: the compiler keeps their order.
 
   // ---- 1. norms of tokens 8 w ..., then
-  store_factors(c, rows + kKeyQuery, beta, factors, lane);
+  store_factors(c, rows, kPanelStride, beta, factors, lane);
   // log decays (base 2) and their running sums, of tokens 16 block ... and this lane's two channels
   float sum[16][2];
   {
@@ -76,11 +80,11 @@ KDA_DEVICE bool PrepareBounded<kGatesF32, Packet, kBuffers>::run(const PrepareCo
     const GateConstants gate = load_gate(c);
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      if constexpr (kGatesF32) {  // four panels of 32 channels
-        const float2 x = load_shared2(rows + kGates + (panel * 2 + (lane >> 4)) * kPanel + panel_unit(block * 16 + i, (lane >> 1) & 7) + (lane & 1) * 8);
+      if constexpr (kGatesF32) {
+        const float2 x = load_shared2(rows + panel * kPanelStride + kGates + (lane >> 4) * kPanel + panel_unit(block * 16 + i, (lane >> 1) & 7) + (lane & 1) * 8);
         sum[i][0] = x.x, sum[i][1] = x.y;
       } else {
-        sum[i][0] = load_shared(rows + kGates + panel * kPanel + block * 2048 + i * 128 + (pair ^ (i & 7) << 4));
+        sum[i][0] = load_shared(row_of(raw, i) + kGates + i * 128);
       }
     }
     float total[2] = {0.f, 0.f};
@@ -106,17 +110,16 @@ KDA_DEVICE bool PrepareBounded<kGatesF32, Packet, kBuffers>::run(const PrepareCo
     const float end[2] = {exp2_approx(here.x), exp2_approx(here.y)}, other[2] = {exp2_approx(there.x), exp2_approx(there.y)};
     if (block == 0) {
       const int channel = panel * 64 + lane * 2;
-      packet.two(stage::kDecay + decay_slot(channel >> 4, (channel & 7) >> 1) + ((channel >> 3) & 1) * 8, end[0] * other[0], end[1] * other[1]);
+      Packet::two(packet.at(stage::kDecay + decay_slot(channel >> 4, (channel & 7) >> 1) + ((channel >> 3) & 1) * 8), 0, end[0] * other[0], end[1] * other[1]);
     }
-    const uint32_t whole = stage::kKeyQuery + panel * stage::kKeyQueryPanel + block * 2048;  // in the packet: Kd, with Qd behind it
-    const uint32_t kr = stage::kKr + panel * kPanel + block * 2048;
-    const uint32_t raw = rows + kKeyQuery + panel * stage::kKeyQueryPanel + block * 2048;
-    const uint32_t columns = rows + kGates + panel * kPanel + block * 2048;
-    // Both blocks run the same code (what the instruction cache holds is short): rows scaled within the block go to the packet (block 0) or over
-    // the raw ones (block 1), and Kr is the block's own suffix times what follows it.
-    uint32_t local = raw;
-    if constexpr (Packet::kReadable) local = block == 0 ? packet.base + whole : raw;
-    else local = block == 0 ? memory + kRows + panel * 2048 : raw;
+    // Kr is the block's own suffix times what follows it.
+    const float tail[2] = {block == 0 ? end[0] * other[0] : end[0], block == 0 ? end[1] * other[1] : end[1]};
+    const auto place = packet.at(panel * stage::kPanelStride + pair);
+    uint32_t local = raw, across = memory + kAcross + panel * 2048 + pair;
+    if constexpr (Packet::kReadable) {
+      if (block == 0) local = place.address;
+      across = raw + stage::kKey;
+    }
     constexpr int kBatch = 2;
     uint32_t kw[2][kBatch], qw[2][kBatch];
     float2 factor[2][kBatch];
@@ -124,16 +127,18 @@ KDA_DEVICE bool PrepareBounded<kGatesF32, Packet, kBuffers>::run(const PrepareCo
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         const int i = batch * kBatch + j;
-        const uint32_t at = i * 128 + (pair ^ (i & 7) << 4);
-        kw[batch & 1][j] = bits(load_shared(raw + at)), qw[batch & 1][j] = bits(load_shared(raw + stage::kQueryRows + at));
+        const uint32_t at = row_of(raw, i) + i * 128;
+        kw[batch & 1][j] = bits(load_shared(at + stage::kKey)), qw[batch & 1][j] = bits(load_shared(at + stage::kQuery));
         factor[batch & 1][j] = load_shared2(factors + (block * 16 + i) * 16);
       }
     };
+    auto packed = [](const float (&x)[2], const float (&by)[2]) { return pack_bf16(x[0] * by[0], x[1] * by[1]); };
     fetch(0);
 #pragma unroll
     for (int batch = 0; batch < 16 / kBatch; ++batch) {
       if (batch + 1 < 16 / kBatch) fetch(batch + 1);
       float k[kBatch][2], q[kBatch][2], up[kBatch][2], down[kBatch][2];
+      uint32_t row_k[kBatch], row_q[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         const uint32_t kj = kw[batch & 1][j], qj = qw[batch & 1][j];
@@ -148,53 +153,59 @@ KDA_DEVICE bool PrepareBounded<kGatesF32, Packet, kBuffers>::run(const PrepareCo
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         const int i = batch * kBatch + j;
-        const uint32_t at = i * 128 + (pair ^ (i & 7) << 4);
-        auto packed = [](float (&x)[2]) { return pack_bf16(x[0], x[1]); };
-        store_shared_word(columns + at, packed(down[j]));
-        float row_k[2] = {-k[j][0] * up[j][0], -k[j][1] * up[j][1]}, row_q[2] = {q[j][0] * up[j][0], q[j][1] * up[j][1]};
-        store_shared_word(local + at, packed(row_k));
-        store_shared_word((Packet::kReadable ? local : raw) + stage::kQueryRows + at, packed(row_q));
-        if (!Packet::kReadable && block == 0) packet.word(whole + at, packed(row_k)), packet.word(whole + stage::kQueryRows + at, packed(row_q));
+        store_shared_word(row_of(raw, i) + kGates + i * 128, pack_bf16(down[j][0], down[j][1]));
+        row_k[j] = packed(k[j], up[j]), row_q[j] = packed(q[j], up[j]);
+        store_shared_word(row_of(local, i) + stage::kKey + i * 128, row_k[j]);
+        store_shared_word(row_of(local, i) + stage::kQuery + i * 128, row_q[j]);
+        Packet::word(row_of(place, i), stage::kKr + i * 128, packed(down[j], tail));
+      }
+      // What is common to both blocks runs the same code: what the instruction cache holds is short.
+      if (block == 0) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) down[j][e] *= end[e], up[j][e] *= other[e];
-        if (block == 0) {
-          store_shared_word(raw + at, packed(down[j]));
-          down[j][0] *= other[0], down[j][1] *= other[1];
-        } else {
-          float whole_k[2] = {-k[j][0] * up[j][0], -k[j][1] * up[j][1]}, whole_q[2] = {q[j][0] * up[j][0], q[j][1] * up[j][1]};
-          packet.word(whole + at, packed(whole_k));
-          packet.word(whole + stage::kQueryRows + at, packed(whole_q));
+        for (int j = 0; j < kBatch; ++j) {
+          const int i = batch * kBatch + j;
+          store_shared_word(row_of(across, i) + i * 128, packed(down[j], end));
+          if constexpr (!Packet::kReadable) {
+            Packet::word(row_of(place, i), stage::kKey + i * 128, row_k[j]);
+            Packet::word(row_of(place, i), stage::kQuery + i * 128, row_q[j]);
+          }
         }
-        packet.word(kr + at, packed(down[j]));
+      } else {
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          const int i = batch * kBatch + j;
+          const float whole[2] = {up[j][0] * other[0], up[j][1] * other[1]};
+          Packet::word(row_of(place, i), stage::kKey + i * 128, packed(k[j], whole));
+          Packet::word(row_of(place, i), stage::kQuery + i * 128, packed(q[j], whole));
+        }
       }
     }
   }
   sync_group(c.barrier, kWarps * 32);
 
-  // ---- 3. rows 8 w ... of L and M: tiles [column], [0..1] of -L / beta, [2..3] of M
+  // ---- 3. rows 8 w ... of L and M: tiles [column], [0..1] of L / beta, [2..3] of -M
   float tiles[4][4];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
 #pragma unroll
     for (int e = 0; e < 4; ++e) tiles[i][e] = 0.f;
   {
-    // A lane reads rows of k or of q. Those of block 0 (warps 0 and 1) are the packet's.
-    const bool of_q = (lane >> 3) & 1;
-    uint32_t row_at = rows + kKeyQuery + 2048 + (of_q ? stage::kQueryRows : 0), row_panel = stage::kKeyQueryPanel;
-    if (w < 2) {
-      if constexpr (Packet::kReadable) row_at = packet.base + stage::kKeyQuery + (of_q ? stage::kQueryRows : 0);
-      else row_at = of_q ? rows + kKeyQuery + stage::kQueryRows : memory + kRows, row_panel = of_q ? stage::kKeyQueryPanel : 2048u;
-    }
-    row_at += panel_unit(lane & 7, lane >> 4) + (w & 1) * 1024;
+    // A lane reads rows of k or of q. Those of block 0 (warps 0 and 1) are the packet's, where it can be read.
+    const uint32_t row_in_panel = ((lane >> 3) & 1 ? stage::kQuery : stage::kKey) + panel_unit(lane & 7, lane >> 4) + w * 1024;
+    uint32_t row_at = rows + row_in_panel, row_panel = kPanelStride;
+    if constexpr (Packet::kReadable)
+      if (w < 2) row_at = packet.base + row_in_panel, row_panel = stage::kPanelStride;
     // columns of two 8-token tiles: {tile, tile + 1} x {channels 0-7, 8-15}
     const uint32_t column_quad = panel_unit(lane & 7, (lane >> 3) & 1) + (lane >> 4) * 1024;
-    const uint32_t within = rows + kGates + block * 2048 + column_quad, across = rows + kKeyQuery + column_quad;
+    const uint32_t within = rows + kGates + block * 2048 + column_quad;
+    const uint32_t across = (Packet::kReadable ? rows + stage::kKey : memory + kAcross) + column_quad;
+    constexpr uint32_t kAcrossPanel = Packet::kReadable ? kPanelStride : 2048;
     auto fetch = [&](uint32_t (&to)[4], uint32_t from, int s, uint32_t panel_bytes) { load_tiles(to, (from ^ ((s & 3) << 5)) + (s >> 2) * panel_bytes); };
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t a[4][4], b[4][4];
 #pragma unroll
-      for (int s = 0; s < 4; ++s) fetch(a[s], row_at, half * 4 + s, row_panel), fetch(b[s], within, half * 4 + s, kPanel);
+      for (int s = 0; s < 4; ++s) fetch(a[s], row_at, half * 4 + s, row_panel), fetch(b[s], within, half * 4 + s, kPanelStride);
       if (block == 0) {
 #pragma unroll
         for (int s = 0; s < 4; ++s) mma_bf16(tiles[0], a[s], b[s][0], b[s][1]), mma_bf16(tiles[1], a[s], b[s][2], b[s][3]);
@@ -202,14 +213,14 @@ KDA_DEVICE bool PrepareBounded<kGatesF32, Packet, kBuffers>::run(const PrepareCo
 #pragma unroll
         for (int s = 0; s < 4; ++s) mma_bf16(tiles[2], a[s], b[s][0], b[s][1]), mma_bf16(tiles[3], a[s], b[s][2], b[s][3]);
 #pragma unroll
-        for (int s = 0; s < 4; ++s) fetch(b[s], across, half * 4 + s, stage::kKeyQueryPanel);
+        for (int s = 0; s < 4; ++s) fetch(b[s], across, half * 4 + s, kAcrossPanel);
 #pragma unroll
         for (int s = 0; s < 4; ++s) mma_bf16(tiles[0], a[s], b[s][0], b[s][1]), mma_bf16(tiles[1], a[s], b[s][2], b[s][3]);
       }
     }
   }
-  const float2 own = load_shared2(factors + (w * 8 + g) * 16 + 8);  // M's diagonal, beta
-  if (t == 0) packet.word(stage::kBeta + (w * 8 + g) * 4, bits(own.y));
+  const float2 own = load_shared2(factors + (w * 8 + g) * 16 + 8);  // -M's diagonal, -beta
+  if (t == 0) Packet::word(packet.at(stage::kBeta + (w * 8 + g) * 4), 0, bits(own.y));
   uint32_t m[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

@@ -6,14 +6,14 @@
 //
 //   1. norms (products), and log decays; their sums over the eight tokens to the group's memory                       -- group barrier
 //   2. exp, and rows scaled by exponentials:
-//        packet              Kd = -k e^G, Qd = q e^G
+//        packet              -Kd = -k e^G, Qd = q e^G
 //        over the raw rows   the factors of the pair weights e^(G_i - G_j) within the eight: rows e^(P_i - P_start), columns e^(P_start - P_j)
 //        registers           k e^(G_end - G), of the last of the eight
 //      the warp's own 8 x 8 tiles of L and M. After that the columns are free, and of warp 0, which has no other tiles, the rows too
-//   3. for the rows of each later warp, columns k e^(G_end of the warp before it - G), to what is free; then Kr = k e^(G_31 - G) and the decay
+//   3. for the rows of each later warp, columns k e^(G_end of the warp before it - G), to what is free; then -Kr = -k e^(G_31 - G) and the decay
 //      e^G_31 to the packet                                                                                           -- group barrier
-//   4. the other tiles; M to the packet, L to the group's memory                      -- group barrier, where three warps only arrive
-//   5. the warp whose turn it is inverts I + L and writes A; the others wait for the next chunk's rows
+//   4. the other tiles; M to the packet, L to the group's memory                      -- group barrier, where two warps only arrive
+//   5. the warp whose turn it is inverts I + L and writes A; another one sees to what is ready without A; the others wait for the next chunk's rows
 //
 // No reference depends on a later token of the chunk. P is G with each token's decay clamped at -10 nats: only so do the factors within eight tokens,
 // one large and one small, stay within 2^+-116. Where a token forgets more than that, rows behind it keep 5e-5 of the chunk's older tokens instead of
@@ -35,12 +35,15 @@ namespace jax_kda {
 template <bool kGatesF32, class Packet> struct PrepareUnbounded {
   static constexpr bool kBounded = false, kF32 = kGatesF32;
   static constexpr int kWarps = 4;
-  // A group's memory, bytes from its start. Panels as in the packet: 64 channels (f32 gates: 32), rows of 128 bytes, 128-byte swizzle.
-  static constexpr uint32_t kKeyQuery = 0;               // raw [2 panels][32 of k, 32 of q]; then rows; then, of warp 0, columns for warps 2 and 3
-  static constexpr uint32_t kGates = 4 * kPanel;         // raw; then, [2 panels][32], columns within the eight; then those for the next warp
-  static constexpr uint32_t kFar = kGates + 2 * kPanel;  // columns of warp 1 for warp 3: over raw f32 gates, or [2 panels][8] of their own
-  static constexpr uint32_t kFarPanel = kGatesF32 ? kPanel : 1024;
-  static constexpr uint32_t kTotals = kFar + 2 * kFarPanel;     // each warp's sums of log decays, base 2: [4 warps][128] f32
+  // A group's memory, bytes from its start. Raw rows as in the packet: two panels of 64 channels, each q, k and (where the packet has Kr) gates, with f32
+  // gates in two parts of 32 channels; rows of 128 bytes, 128-byte swizzle. Over q and k: rows; then, of warp 0, columns for warps 2 and 3. Over the
+  // gates: columns within the eight; then those for the next warp.
+  static constexpr uint32_t kGates = stage::kKr;  // within a panel
+  static constexpr uint32_t kPanelStride = kGates + (kGatesF32 ? 2 : 1) * kPanel;
+  // Columns of warp 1 for warp 3: over the second half of the raw f32 gates, or [2 panels][8] of their own.
+  static constexpr uint32_t kFar = kGatesF32 ? kGates + kPanel : 2 * kPanelStride;
+  static constexpr uint32_t kFarPanel = kGatesF32 ? kPanelStride : 1024;
+  static constexpr uint32_t kTotals = 2 * kPanelStride + (kGatesF32 ? 0 : 2 * kFarPanel);     // each warp's sums of log decays, base 2: [4 warps][128] f32
   static constexpr uint32_t kFactors = kTotals + kWarps * 512;  // see store_factors
   static constexpr uint32_t kTiles = kFactors + kChunk * 16;    // -L: [10 tiles][32 lanes] 2 f32
   static constexpr uint32_t kBytes = (kTiles + 10 * 256 + 1023) / 1024 * 1024;
@@ -51,9 +54,9 @@ template <bool kGatesF32, class Packet> struct PrepareUnbounded {
     uint32_t at, panel;
   };
   static KDA_DEVICE constexpr Place columns(int from, int to) {
-    if (to == from + 1) return {kGates + from * 1024, kPanel};
+    if (to == from + 1) return {kGates + from * 1024, kPanelStride};
     if (from == 1) return {kFar, kFarPanel};
-    return {kKeyQuery + (to == 2 ? 0u : stage::kQueryRows), stage::kKeyQueryPanel};
+    return {to == 2 ? stage::kKey : stage::kQuery, kPanelStride};
   }
 
   // As PrepareBounded::run.
@@ -74,7 +77,7 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
   };
 
   // ---- 1. norms of tokens 8 w ..., then
-  store_factors(c, memory + kKeyQuery, beta, memory + kFactors, lane);
+  store_factors(c, memory, kPanelStride, beta, memory + kFactors, lane);
   // their log decays
   float y[8][4];
   {
@@ -84,13 +87,13 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
     if constexpr (kGatesF32) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const float4 x = load_shared4(memory + kGates + w * 1024 + (lane >> 3) * kPanel + panel_unit(i, lane & 7));
+        const float4 x = load_shared4(memory + kGates + w * 1024 + (lane >> 4) * kPanelStride + ((lane >> 3) & 1) * kPanel + panel_unit(i, lane & 7));
         y[i][0] = x.x, y[i][1] = x.y, y[i][2] = x.z, y[i][3] = x.w;
       }
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const float2 x = load_shared2(memory + kGates + w * 1024 + four(kPanel, i));
+        const float2 x = load_shared2(memory + kGates + w * 1024 + four(kPanelStride, i));
         y[i][0] = x.x, y[i][2] = x.y;
       }
     }
@@ -120,7 +123,7 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
 
   // ---- 2. scaled rows
   {
-    const uint32_t rows = memory + kKeyQuery + w * 1024, columns = memory + kGates + w * 1024, whole = stage::kKeyQuery + w * 1024;
+    const uint32_t rows = memory + w * 1024;
     float from_start[4] = {0.f, 0.f, 0.f, 0.f}, to_end[4];  // G, and G_end - G
     float clamped[4] = {0.f, 0.f, 0.f, 0.f};                // P - P_start
     const uint32_t totals = memory + kTotals + lane * 16;
@@ -135,8 +138,8 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
 
     float2 raw_k[2], raw_q[2];
     auto fetch = [&](int i) {
-      const uint32_t at = rows + four(stage::kKeyQueryPanel, i);
-      raw_k[i & 1] = load_shared2(at), raw_q[i & 1] = load_shared2(at + stage::kQueryRows);
+      const uint32_t at = rows + four(kPanelStride, i);
+      raw_k[i & 1] = load_shared2(at + stage::kKey), raw_q[i & 1] = load_shared2(at + stage::kQuery);
     };
     fetch(0);
 #pragma unroll
@@ -154,27 +157,28 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
         up[e] = exp2_approx(clamped[e]), down[e] = exp2_approx(-clamped[e]), whole_up[e] = exp2_approx(from_start[e]);
         y[i][e] = k[e] * exp2_approx(to_end[e]);
       }
-      auto packed = [](const float (&x)[4], const float (&by)[4], float sign) {
-        return float2{from_bits(pack_bf16(x[0] * by[0] * sign, x[1] * by[1] * sign)), from_bits(pack_bf16(x[2] * by[2] * sign, x[3] * by[3] * sign))};
+      auto packed = [](const float (&x)[4], const float (&by)[4]) {
+        return float2{from_bits(pack_bf16(x[0] * by[0], x[1] * by[1])), from_bits(pack_bf16(x[2] * by[2], x[3] * by[3]))};
       };
       auto store = [&](uint32_t at, float2 x) { store_shared2(at, x.x, x.y); };
-      const uint32_t at = four(stage::kKeyQueryPanel, i);
-      const float2 kd = packed(k, whole_up, -1.f), qd = packed(q, whole_up, 1.f);
-      packet.two(whole + at, kd.x, kd.y);
-      packet.two(whole + at + stage::kQueryRows, qd.x, qd.y);
-      store(columns + four(kPanel, i), packed(k, down, 1.f));
-      store(rows + at, packed(k, up, -1.f));
-      store(rows + at + stage::kQueryRows, packed(q, up, 1.f));
+      const uint32_t at = rows + four(kPanelStride, i);
+      const auto place = packet.at(w * 1024 + four(stage::kPanelStride, i));
+      const float2 kd = packed(k, whole_up), qd = packed(q, whole_up);
+      Packet::two(place, stage::kKey, kd.x, kd.y);
+      Packet::two(place, stage::kQuery, qd.x, qd.y);
+      store(at + kGates, packed(k, down));
+      store(at + stage::kKey, packed(k, up));
+      store(at + stage::kQuery, packed(q, up));
     }
   }
   sync_warp();
 
-  // Rows 8 w ... of L and M, in tiles of eight columns: [0..1] of -L / beta, [2..3] of M.
+  // Rows 8 w ... of L and M, in tiles of eight columns: [0..1] of L / beta, [2..3] of -M.
   lane = int(opaque(c.lane));
   auto fetch_rows = [&](uint32_t (&to)[4][4], int half) {  // {k, q} x {channels 0-7, 8-15}
-    const uint32_t quad = ((lane >> 3) & 1) * stage::kQueryRows + panel_unit(lane & 7, lane >> 4);
+    const uint32_t quad = ((lane >> 3) & 1 ? stage::kQuery : stage::kKey) + panel_unit(lane & 7, lane >> 4);
 #pragma unroll
-    for (int s = 0; s < 4; ++s) load_tiles(to[s], memory + kKeyQuery + w * 1024 + half * stage::kKeyQueryPanel + (quad ^ (s << 5)));
+    for (int s = 0; s < 4; ++s) load_tiles(to[s], memory + w * 1024 + half * kPanelStride + (quad ^ (s << 5)));
   };
   auto fetch_columns = [&](uint32_t (&to)[2][4], Place place, int half) {  // channels {0-7, 8-15, 16-23, 24-31}
     const uint32_t quad = panel_unit(lane & 7, lane >> 3);
@@ -182,7 +186,7 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
     for (int s = 0; s < 2; ++s) load_tiles(to[s], memory + place.at + half * place.panel + (quad ^ (s << 6)));
   };
   auto clear = [](float (&x)[4]) { x[0] = x[1] = x[2] = x[3] = 0.f; };
-  const float2 token = load_shared2(factors + (lane >> 2) * 16 + 8);  // M's diagonal, beta
+  const float2 token = load_shared2(factors + (lane >> 2) * 16 + 8);  // -M's diagonal, -beta
   float own_l[2];
   uint32_t own_m;
   {
@@ -190,7 +194,7 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t a[4][4], b[2][4];
-      fetch_rows(a, half), fetch_columns(b, {kGates + w * 1024, kPanel}, half);
+      fetch_rows(a, half), fetch_columns(b, {kGates + w * 1024, kPanelStride}, half);
       clear(x[half]);
 #pragma unroll
       for (int s = 0; s < 4; ++s) mma_bf16(x[half], a[s], b[s >> 1][(s & 1) * 2], b[s >> 1][(s & 1) * 2 + 1]);
@@ -223,7 +227,7 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
       }
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) packet.two(stage::kKr + w * 1024 + four(kPanel, i), packed(i, 0), packed(i, 1));
+    for (int i = 0; i < 8; ++i) Packet::two(packet.at(w * 1024 + four(stage::kPanelStride, i)), stage::kKr, packed(i, 0), packed(i, 1));
     if (w == kWarps - 1) {
       float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
@@ -231,9 +235,9 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
         const float4 x = load_shared4(memory + kTotals + i * 512 + lane * 16);
         sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
       }
-      const uint32_t at = stage::kDecay + decay_slot(lane >> 2, (lane & 1) * 2) + (lane & 2) * 4;
-      packet.two(at, exp2_approx(sum[0]), exp2_approx(sum[1]));
-      packet.two(at + decay_slot(0, 1), exp2_approx(sum[2]), exp2_approx(sum[3]));
+      const auto at = packet.at(stage::kDecay + decay_slot(lane >> 2, (lane & 1) * 2) + (lane & 2) * 4);
+      Packet::two(at, 0, exp2_approx(sum[0]), exp2_approx(sum[1]));
+      Packet::two(at, decay_slot(0, 1), exp2_approx(sum[2]), exp2_approx(sum[3]));
     }
   }
   sync_group(c.barrier, kWarps * 32);
@@ -267,7 +271,7 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
   else if (w == 1) others(std::integral_constant<int, 1>());
   else if (w == 2) others(std::integral_constant<int, 2>());
   else others(std::integral_constant<int, 3>());
-  if ((lane & 3) == 0) packet.word(stage::kBeta + (w * 8 + (lane >> 2)) * 4, bits(token.y));
+  if ((lane & 3) == 0) Packet::word(packet.at(stage::kBeta + (w * 8 + (lane >> 2)) * 4), 0, bits(token.y));
   return finish(c, packet, memory + kTiles, turn, lane, [&] {
     all_but_a();
     rows_used();

@@ -16,8 +16,8 @@ struct Producer {
   int first, step;       // chunks first, first + step, ...
 };
 
-// acquire(chunk, turn) waits until the chunk's packet may be written, and gives it; called by all warps. all_but_a(chunk) and publish(chunk, turn) are
-// called by all lanes of the warp that finishes it. turn: how many chunks the group has prepared before.
+// acquire(chunk, turn) waits until the chunk's packet may be written, and gives it; called by all warps. all_but_a(chunk) is called by all
+// lanes of one warp, publish(chunk, turn) by those of the one that finishes it. turn: how many chunks the group has prepared before.
 template <class Prepare, class Acquire, class AllButA, class Publish>
 KDA_DEVICE void produce(const PrefillArgs& a, const TensorMaps& maps, const PrepareContext& c, const Producer& p, Acquire acquire, AllButA all_but_a,
                         Publish publish) {

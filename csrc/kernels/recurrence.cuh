@@ -9,10 +9,17 @@
 //   St = St diag(a) + u^T Kr   two 64-channel halves: the second's product runs while the first is rounded
 //   o += u M^T
 //
-// Order of one turn of the loop:
-//   wait p(c) -> issue u(c), o(c) -> fetch V(c+1) -> wait u -> issue St halves, o += -> round St half by half, issuing p(c+1) ->
-//   with p(c+1) in flight: O(c) out, stage c free, St *= a(c+1), copy the values of a later chunk
-// The decay of chunk c+1 is applied while p(c+1), which reads the rounded copy of the undecayed state, is in flight.
+// Order of one turn of the loop. Between two products of the chain there is time for other work while the tensor cores are busy, about as much as there
+// is of it, so that each piece has its place:
+//
+//   wait p(c) -> issue u(c), o(c)
+//     meanwhile  O(c-1) through shared memory and out, copy the values of a later chunk
+//   wait u(c) -> issue St halves, o(c) +=
+//     meanwhile  fetch V(c+1), wait for packet c+1
+//   wait for the first half of St, round it, issue half of p(c+1); the same with the second
+//     meanwhile  round O(c), stage c free, fetch beta(c+1), St *= a(c+1): p(c+1) reads the rounded copy of the undecayed state
+//
+// Where registers are short (not Pipe::kRoomy), O(c) goes out at the end of its own turn, and less is fetched ahead.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +35,10 @@ namespace jax_kda {
 using State = float[64];
 
 // Pipe is the kernel's layout of shared memory, as constants, because registers are what the loop is short of: kStages, kStageBytes (stages from
-// offset 0), kFull (barriers: the packet is there), kValues (1 KB a stage and warp), kOnes ([128] f32 ones: the decay behind the last chunk).
-// Pipe::release(shared, slot, round) is called by one lane of each warp that has done with a stage; round: how often the ring went round, mod 2.
+// offset 0), kFull (barriers: the packet is there), kValues (1 KB a stage and warp), kOnes ([128] f32 ones: the decay behind the last chunk),
+// kRoomy (registers are free for more to be fetched ahead).
+// Pipe::release(shared, slot, round) is called by one lane of each warp that has done with a stage, Pipe::seen(shared, slot, round) by one lane of the
+// first warp when a packet is there; round: how often the ring went round, mod 2.
 struct RecurrenceContext {
   uint32_t shared;   // address of the CTA's shared memory
   int warp;          // of K2
@@ -44,20 +53,27 @@ struct RecurrenceContext {
 // whole state while products are in flight).
 template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContext& c, State& st) {
   static_assert(Pipe::kStages >= 3);
-  const int lane = c.lane;
+  // Where there is room, neither is formed anew inside the loop: reading a special register takes longer than some of the products.
+  const int lane = Pipe::kRoomy ? int(opaque(c.lane)) : c.lane;
+  const uint32_t shared = Pipe::kRoomy ? opaque(c.shared) : c.shared;
   const int r = lane & 7, i0 = (lane >> 3) & 1, i1 = lane >> 4, t = lane & 3;
   // A warp's values of a chunk: [32 tokens][16 values], copied by the warp itself, as many chunks ahead as there are stages; 16-byte units swapped
   // in every second group of four rows against bank conflicts. O leaves through the same place.
-  const uint32_t values = c.shared + Pipe::kValues + c.warp * (Pipe::kStages * 1024);
+  const uint32_t values = shared + Pipe::kValues + c.warp * (Pipe::kStages * 1024);
   const uint32_t tiles = values + (i1 * 8 + r) * 32 + ((i0 ^ ((r >> 2) & 1)) << 4);
   const uint32_t unit = values + (lane >> 1) * 32 + (((lane & 1) ^ ((lane >> 3) & 1)) << 4);
   uint16_t* o_row = c.o + int64_t(lane >> 1) * c.stride + (lane & 1) * 8;
   int left = c.tokens - (lane >> 1);  // tokens from this lane's row on
+  int left_before = 0;                // the same of the chunk before: before the first one there is none
 
   float p[16], o[16], u[16];
-  uint32_t rounded[8][4], r_operand[2][4], u_operand[2][4], v[2][4];
+  uint32_t rounded[8][4], r_operand[2][4], u_operand[2][4], v[2][4], out[8];
+  float2 beta[4];  // of this lane's columns of p
+  float4 a[8];     // decays of this lane's columns of the state
 #pragma unroll
   for (int i = 0; i < 16; ++i) o[i] = 0.f, u[i] = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) out[i] = 0;
 
   auto round_state = [&](int from, int to) {
 #pragma unroll
@@ -87,50 +103,70 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
     Engine::begin();
 #pragma unroll
     for (int k = 0; k < 8; ++k)
-      if (k >= from && k < to) Engine::rows(p, rounded[k], stage, 0, k, true, lane);
+      if (k >= from && k < to) Engine::rows(p, rounded[k], stage, stage::kKey, k, true, lane);
     Engine::commit();
   };
-  auto decay = [&](uint32_t a) {
+  auto fetch_beta = [&](uint32_t stage) {
 #pragma unroll
-    for (int s = 0; s < 8; ++s) {
-      const float4 f = load_shared4(a + decay_slot(s, t));
+    for (int n = 0; n < 4; ++n) beta[n] = load_shared2(stage + stage::kBeta + (n * 8 + 2 * t) * 4);
+  };
+  auto fetch_decay = [&](uint32_t from_shared, int from, int to) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        st[s * 8 + 2 * h] *= f.x, st[s * 8 + 2 * h + 1] *= f.y;
-        st[s * 8 + 4 + 2 * h] *= f.z, st[s * 8 + 4 + 2 * h + 1] *= f.w;
-      }
-    }
+    for (int s = 0; s < 8; ++s)
+      if (s >= from && s < to) a[s] = load_shared4(from_shared + decay_slot(s, t));
+  };
+  auto decay = [&](int from, int to) {
+#pragma unroll
+    for (int s = 0; s < 8; ++s)
+      if (s >= from && s < to)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          st[s * 8 + 2 * h] *= a[s].x, st[s * 8 + 2 * h + 1] *= a[s].y;
+          st[s * 8 + 4 + 2 * h] *= a[s].z, st[s * 8 + 4 + 2 * h + 1] *= a[s].w;
+        }
   };
   auto round16 = [&](uint32_t (&to)[2][4], const float* x) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) to[i >> 2][i & 3] = pack_bf16(x[2 * i], x[2 * i + 1]);
   };
+  // O from fragments to rows of 16 bytes; and out, of the chunk `back` chunks ago, where `rows` count from this lane's row on.
+  auto turn_out = [&](uint32_t slot) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) store_tiles_transposed(tiles + slot * 1024 + i * 512, out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]);
+    sync_warp();
+  };
+  auto send_out = [&](uint32_t slot, int back, int rows) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      store_global16_if(rows > i * 16, o_row + (i * 16 - back * kChunk) * c.stride, load_shared4(unit + slot * 1024 + i * 512));
+  };
 
   uint32_t slot = 0, parity = 0;  // of this chunk
-  uint32_t stage = c.shared;
+  uint32_t stage = shared;
 #pragma unroll
   for (int i = 0; i < Pipe::kStages - 1; ++i) copy_values(i, i);
   copies_wait<Pipe::kStages - 2>();
   sync_warp();
   fetch_values(0);
-  barrier_wait(c.shared + Pipe::kFull, 0);
+  barrier_wait(shared + Pipe::kFull, 0);
+  if (c.warp == 0 && lane == 0) Pipe::seen(shared, 0, 0);
   start_p();
   round_state(0, 8);
   issue_p(stage, 0, 8);
-  decay(stage + stage::kDecay);
+  if constexpr (Pipe::kRoomy) fetch_beta(stage);
+#pragma unroll
+  for (int s = 0; s < 8; s += 4) fetch_decay(stage + stage::kDecay, s, s + 4), decay(s, s + 4);
 
   bool more = true;
 #pragma unroll 1
   for (int chunks = (c.tokens + kChunk - 1) / kChunk; more; --chunks) {
     more = chunks > 1;
     const uint32_t wrap = slot + 1 == Pipe::kStages;
-    const uint32_t next_slot = wrap ? 0 : slot + 1;
-    const uint32_t next = more ? c.shared + next_slot * Pipe::kStageBytes : stage;
+    const uint32_t next_slot = wrap ? 0 : slot + 1, last_slot = slot == 0 ? Pipe::kStages - 1 : slot - 1;
+    const uint32_t next = more ? shared + next_slot * Pipe::kStageBytes : stage;
     const uint32_t here = uniform(stage);  // in a uniform register, where the products' descriptors are formed; they do not live across a wait
 
-    float2 beta[4];  // of this lane's columns of p
-#pragma unroll
-    for (int n = 0; n < 4; ++n) beta[n] = load_shared2(stage + stage::kBeta + (n * 8 + 2 * t) * 4);
+    if constexpr (!Pipe::kRoomy) fetch_beta(stage);
     Engine::template wait<0>();
     pin(p);
 #pragma unroll
@@ -141,13 +177,18 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
     Engine::square(u, r_operand, here, stage::kA, false, lane);
     Engine::commit();
 #pragma unroll
-    for (int k = 0; k < 8; ++k) Engine::rows(o, rounded[k], here, stage::kQueryRows, k, k > 0, lane);
+    for (int k = 0; k < 8; ++k) Engine::rows(o, rounded[k], here, stage::kQuery, k, k > 0, lane);
     Engine::commit();
+
     copies_wait<Pipe::kStages - 3>();
-    sync_warp();
-    fetch_values(next_slot);
-    if (more) barrier_wait(c.shared + Pipe::kFull + 8 * next_slot, parity ^ wrap);
-    const uint32_t still = uniform(stage), ahead = uniform(next);
+    if constexpr (Pipe::kRoomy) {
+      turn_out(last_slot);
+      send_out(last_slot, 1, left_before);
+      copy_values(Pipe::kStages - 1, last_slot);
+    } else {
+      sync_warp();
+    }
+    const uint32_t still = uniform(stage);
     Engine::template wait<1>();
     pin(u);
     round16(u_operand, u);
@@ -160,6 +201,22 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
     Engine::commit();
     Engine::square(o, u_operand, still, stage::kM, true, lane);
     Engine::commit();
+
+    fetch_values(next_slot);
+    // Whoever prepares the next packet may be waiting for this stage: it is not held while there is nothing else to do.
+    const uint32_t full = shared + Pipe::kFull + 8 * next_slot;
+    const bool there = !more || count_lanes(barrier_try(full, parity ^ wrap)) == 32;
+    if (!there) {
+      Engine::template wait<0>();
+      pin(st);
+      pin(o);
+      sync_warp();
+      if (lane == 0) Pipe::release(shared, slot, parity);
+      barrier_wait(full, parity ^ wrap);
+    }
+    if (more && c.warp == 0 && lane == 0) Pipe::seen(shared, next_slot, parity ^ wrap);
+    const uint32_t ahead = uniform(next);
+    const uint32_t decays = more ? next + stage::kDecay : shared + Pipe::kOnes;
     start_p();
     Engine::template wait<2>();
     pin<32>(st);
@@ -169,23 +226,28 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
     pin<32>(st + 32);
     round_state(4, 8);
     issue_p(ahead, 4, 8);
+    // Not fetched earlier, where there would be time: once the factors are there, the compiler puts the decay before the products.
+    if constexpr (Pipe::kRoomy) fetch_decay(decays, 0, 8), fetch_beta(next);
     Engine::template wait<2>();
     pin(o);
 
     // p(c + 1) is in flight (behind the last chunk: on the same stage, its result unused)
-    sync_warp();
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      store_tiles_transposed(tiles + slot * 1024 + i * 512, pack_bf16(o[8 * i], o[8 * i + 1]), pack_bf16(o[8 * i + 2], o[8 * i + 3]),
-                             pack_bf16(o[8 * i + 4], o[8 * i + 5]), pack_bf16(o[8 * i + 6], o[8 * i + 7]));
+    for (int i = 0; i < 8; ++i) out[i] = pack_bf16(o[2 * i], o[2 * i + 1]);
     sync_warp();
-    if (lane == 0 && more) Pipe::release(c.shared, slot, parity);
-    decay(more ? next + stage::kDecay : c.shared + Pipe::kOnes);
+    if constexpr (!Pipe::kRoomy) turn_out(slot);
+    if (lane == 0 && more && there) Pipe::release(shared, slot, parity);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      store_global16_if(left > i * 16, o_row + i * 16 * c.stride, load_shared4(unit + slot * 1024 + i * 512));
-    copy_values(Pipe::kStages - 1, slot == 0 ? Pipe::kStages - 1 : slot - 1);
+    for (int s = 0; s < 8; s += 2) {
+      if constexpr (!Pipe::kRoomy) fetch_decay(decays, s, s + 2);
+      decay(s, s + 2);
+    }
+    if constexpr (!Pipe::kRoomy) {
+      send_out(slot, 0, left);
+      copy_values(Pipe::kStages - 1, last_slot);
+    }
     o_row += kChunk * c.stride;
+    left_before = left;
     left -= kChunk;
     stage = next;
     slot = next_slot;
@@ -193,6 +255,11 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
   }
   Engine::template wait<0>();
   pin(p);
+  if constexpr (Pipe::kRoomy) {
+    const uint32_t last_slot = slot == 0 ? Pipe::kStages - 1 : slot - 1;
+    turn_out(last_slot);
+    send_out(last_slot, 1, left_before);
+  }
   copies_wait_all();
 }
 

@@ -169,21 +169,22 @@ template <class Prepare> KDA_DEVICE void load_rows(const PrefillArgs& a, const R
   const int64_t gate_step = a.HV * (kHeadDim * (kF32 ? 4 : 2)), gate_at = token * gate_step + k.head * (kHeadDim * (kF32 ? 4 : 2)) + unit * 16;
   const char *key = static_cast<const char*>(a.k) + key_at, *query = static_cast<const char*>(a.q) + key_at;
   const char* gate = static_cast<const char*>(a.g) + gate_at;
-  const uint32_t panel = unit >> 3, to_key = buffer + Prepare::kKeyQuery + panel * stage::kKeyQueryPanel, to_gate = buffer + Prepare::kGates + panel * kPanel;
+  const uint32_t panel = buffer + (unit >> 3) * Prepare::kPanelStride;
+  const uint32_t to_gate = Prepare::kGates + (kF32 ? buffer + (unit >> 3) * kPanel : panel);
   constexpr int kRows = Prepare::kWarps * 2;
   const float none = !Prepare::kBounded && a.gate == GateMode::kLog ? 0.f : kF32 ? -INFINITY : from_bits(0xff80ff80u);
 #pragma unroll 2
   for (int row = first; row < kChunk; row += kRows) {
     const bool valid = row < left;
     const uint32_t at = panel_unit(row, unit & 7);
-    copy16_or_zero(to_key + at, key, valid);
-    copy16_or_zero(to_key + at + stage::kQueryRows, query, valid);
+    copy16_or_zero(panel + stage::kKey + at, key, valid);
+    copy16_or_zero(panel + stage::kQuery + at, query, valid);
     if (!valid) {
       store_shared4(to_gate + at, {none, none, none, none});
-      if constexpr (kF32) store_shared4(to_gate + at + 2 * kPanel, {none, none, none, none});
+      if constexpr (kF32) store_shared4(to_gate + at + Prepare::kPanelStride, {none, none, none, none});
     } else {
       copy16_or_zero(to_gate + at, gate, valid);
-      if constexpr (kF32) copy16_or_zero(to_gate + at + 2 * kPanel, gate + 256, valid);
+      if constexpr (kF32) copy16_or_zero(to_gate + at + Prepare::kPanelStride, gate + 256, valid);
     }
     key += key_step * kRows, query += key_step * kRows, gate += gate_step * kRows;
   }

@@ -52,12 +52,12 @@ template <class Prepare> KDA_DEVICE void copy_rows(const TensorMaps& maps, const
   barrier_expect(barrier, (4 + (kF32 ? 4 : 2)) * kPanel);
 #pragma unroll
   for (int p = 0; p < 2; ++p) {
-    const uint32_t kq = buffer + Prepare::kKeyQuery + p * stage::kKeyQueryPanel;
-    copy_tensor(kq, &maps.k, 64 * p, k.key_head, token, barrier);
-    copy_tensor(kq + stage::kQueryRows, &maps.q, 64 * p, k.key_head, token, barrier);
+    const uint32_t panel = buffer + p * Prepare::kPanelStride;
+    copy_tensor(panel + stage::kQuery, &maps.q, 64 * p, k.key_head, token, barrier);
+    copy_tensor(panel + stage::kKey, &maps.k, 64 * p, k.key_head, token, barrier);
+    copy_tensor(panel + Prepare::kGates, &maps.g, 64 * p, k.head, token, barrier);
+    if constexpr (kF32) copy_tensor(panel + Prepare::kGates + kPanel, &maps.g, 64 * p + 32, k.head, token, barrier);
   }
-#pragma unroll
-  for (int p = 0; p < (kF32 ? 4 : 2); ++p) copy_tensor(buffer + Prepare::kGates + p * kPanel, &maps.g, (kF32 ? 32 : 64) * p, k.head, token, barrier);
 }
 
 }  // namespace jax_kda

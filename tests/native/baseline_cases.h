@@ -311,7 +311,7 @@ class Call {
     rows("Kd", p.kd, exact.kd, D, 4e-3, 1e-6), rows("Qd", p.qd, exact.qd, D, 4e-3, 1e-6), rows("Kr", p.kr, exact.kr, D, 4e-3, 1e-6);
     rows("M", p.m, exact.m, C, 1e-2, 0.3), rows("A", p.a, exact.a, C, c.gates == "collinear" ? 2e-2 : 1e-2, 0.3);
     for (int i = 0; i < C; ++i) {
-      check(std::fabs(p.beta[i] - exact.beta[i]) <= 2e-6 * exact.beta[i], in + "beta of token " + std::to_string(i));
+      check(std::fabs(p.beta[i] - exact.beta[i]) <= 2e-6 * std::fabs(exact.beta[i]), in + "beta of token " + std::to_string(i));
       check(p.a[i * C + i] == 1., in + "the diagonal of A is not one");
       for (int j = i + 1; j < C; ++j) check(p.a[i * C + j] == 0. && p.m[i * C + j] == 0., in + "A or M is not zero above the diagonal");
     }

@@ -95,24 +95,24 @@ Packet make_packet(const double* k, const double* q, const double* log_decay, co
     for (int d = 0; d < D; ++d) {
       const int at = i * D + d;
       p.kd[at] = -k[at] * std::exp(sum[at]), p.qd[at] = q[at] * std::exp(sum[at]);
-      p.kr[at] = k[at] * std::exp(sum[(C - 1) * D + d] - sum[at]);
+      p.kr[at] = -k[at] * std::exp(sum[(C - 1) * D + d] - sum[at]);
     }
   for (int i = 0; i < C; ++i)
     for (int j = 0; j <= i; ++j)
       for (int d = 0; d < D; ++d) {
         const double weight = k[j * D + d] * std::exp(sum[i * D + d] - sum[j * D + d]);
-        p.m[i * C + j] += q[i * D + d] * weight;
+        p.m[i * C + j] -= q[i * D + d] * weight;
         if (j < i) n[i * C + j] -= beta[i] * k[i * D + d] * weight;
       }
   invert_exactly(n.data(), p.a.data());
-  std::copy(beta, beta + C, p.beta.begin());
+  for (int i = 0; i < C; ++i) p.beta[i] = -beta[i];
   for (int d = 0; d < D; ++d) p.decay[d] = std::exp(sum[(C - 1) * D + d]);
   return p;
 }
 
 // Where a packet's elements lie in a stage: packet.cuh.
-uint32_t row_at(uint32_t panel_bytes, int row, int channel) {
-  return channel / 64 * panel_bytes + panel_unit(row, channel % 64 / 8) + channel % 8 * 2;
+uint32_t row_at(int row, int channel) {
+  return channel / 64 * stage::kPanelStride + panel_unit(row, channel % 64 / 8) + channel % 8 * 2;
 }
 uint32_t square_at(int row, int column) { return square_unit(row, column / 8) + column % 8 * 2; }
 uint32_t decay_at(int channel) { return decay_slot(channel / 16, channel % 8 / 2) + (channel % 16 / 8 * 2 + channel % 2) * 4; }
@@ -122,9 +122,9 @@ template <class F, class FloatF> void for_packet(Packet& p, F f, FloatF float_f)
   for (int d = 0; d < D; ++d) float_f(stage::kDecay + decay_at(d), p.decay[d]);
   for (int i = 0; i < C; ++i) {
     for (int d = 0; d < D; ++d) {
-      f(stage::kKeyQuery + row_at(stage::kKeyQueryPanel, i, d), p.kd[i * D + d]);
-      f(stage::kKeyQuery + stage::kQueryRows + row_at(stage::kKeyQueryPanel, i, d), p.qd[i * D + d]);
-      f(stage::kKr + row_at(kPanel, i, d), p.kr[i * D + d]);
+      f(stage::kKey + row_at(i, d), p.kd[i * D + d]);
+      f(stage::kQuery + row_at(i, d), p.qd[i * D + d]);
+      f(stage::kKr + row_at(i, d), p.kr[i * D + d]);
     }
     for (int j = 0; j < C; ++j) f(stage::kA + square_at(i, j), p.a[i * C + j]), f(stage::kM + square_at(i, j), p.m[i * C + j]);
   }
@@ -204,6 +204,7 @@ void test_inverse() {
 // ================================================================ recurrence
 
 struct TestPipe {
+  static constexpr bool kRoomy = true;  // the routes have the other kind too
   static constexpr int kStages = 3;
   static constexpr uint32_t kStageBytes = stage::kBytes;
   static constexpr uint32_t kValues = kStages * kStageBytes;
@@ -211,6 +212,7 @@ struct TestPipe {
   static constexpr uint32_t kFull = kOnes + D * 4;
   static constexpr uint32_t kEmpty = kFull + kStages * 8;
   static constexpr uint32_t kBytes = kEmpty + kStages * 8;
+  static void seen(uint32_t, uint32_t, uint32_t) {}
   static void release(uint32_t shared, uint32_t slot, uint32_t) { barrier_arrive(shared + kEmpty + 8 * slot); }
 };
 
