@@ -127,6 +127,13 @@ class _Prepared(NamedTuple):
     M: jax.Array  # [..., C, C]
 
 
+class _Below(NamedTuple):
+    """L, the strictly lower triangular, by blocks as they double."""
+
+    blocks: jax.Array  # [..., n, b, b]: within the smallest
+    between: tuple[jax.Array, ...]  # each [..., n, h, h]: the second of two blocks of h tokens to the first
+
+
 class _Tokens(NamedTuple):
     """A chunk's tokens ready for the recurrence: float32."""
 
@@ -163,16 +170,8 @@ def _causal_dot(lower: jax.Array, x: jax.Array) -> jax.Array:
     """`lower @ x`; lower is triangular, [..., C, C], and x is [..., C, V].
 
     Row i sees rows 0..i of x and no other, even where later rows are not finite: zero times infinity would
-    carry an overflow, or a NaN, back to tokens before it.
+    carry an overflow, or a NaN, back to tokens before it. Where all is finite, these are the bits of `_dot`.
     """
-    product = _dot(lower, x)
-    # Zero times what is not finite is NaN, and the first row has zeros for all rows of x but the first: it
-    # tells whether there is more to do.
-    spoilt = jnp.isnan(product[..., 0, :]).any()
-    return lax.cond(spoilt, _careful_causal_dot, lambda lower, x, product: product, lower, x, product)
-
-
-def _careful_causal_dot(lower: jax.Array, x: jax.Array, product: jax.Array) -> jax.Array:
     finite = jnp.isfinite(x)
     product = _dot(lower, jnp.where(finite, x, 0.0))
     # The sum of 4^-i over the bad rows i reaches 4^-n exactly where one of rows 0..n is bad. (A sum, since
@@ -183,8 +182,23 @@ def _careful_causal_dot(lower: jax.Array, x: jax.Array, product: jax.Array) -> j
     return jnp.where(bad >= weight, jnp.nan, product)
 
 
-def _prepare(scale: float, bounded: bool, tokens: _Tokens) -> _Prepared:
-    """The chunk's matrices. `bounded`: BLOCK tokens decay by LARGEST_EXPONENT at most."""
+def _inverse(dot: Callable[[jax.Array, jax.Array], jax.Array], L: _Below) -> jax.Array:
+    """(I + L)^-1 [..., C, C], by doubling. `dot` multiplies by what is triangular."""
+    b = L.blocks.shape[-1]
+    A = jnp.eye(b, dtype=L.blocks.dtype) - jnp.where(_across(b, 1), L.blocks, 0.0)
+    h = 2
+    while h < b:
+        A = A - dot(A, dot(jnp.where(_across(b, h), L.blocks, 0.0), A))
+        h *= 2
+    for B in L.between:
+        A1, A2 = _halves(A)
+        A = _two_by_two(A1, jnp.zeros_like(A1), -dot(A2, _dot(B, A1)), A2)
+    return A[..., 0, :, :]
+
+
+def _prepare(scale: float, bounded: bool, tokens: _Tokens) -> tuple[_Prepared, _Below]:
+    """The chunk's matrices, and what A is the inverse of. `bounded`: BLOCK tokens decay by LARGEST_EXPONENT
+    at most."""
     *lead, C, K = tokens.k.shape
     b = min(BLOCK, C)
 
@@ -198,11 +212,7 @@ def _prepare(scale: float, bounded: bool, tokens: _Tokens) -> _Prepared:
     place = jnp.arange(b)
     L = jnp.where(place[:, None] > place, beta * pairs[..., 0, :, :], 0.0)
     M = jnp.where(place[:, None] >= place, pairs[..., 1, :, :], 0.0)
-    A = jnp.eye(b, dtype=L.dtype) - jnp.where(_across(b, 1), L, 0.0)
-    h = 2
-    while h < b:
-        A = A - _causal_dot(A, _causal_dot(jnp.where(_across(b, h), L, 0.0), A))
-        h *= 2
+    between = []
 
     # From here on, of blocks of h tokens: the decay of a whole one; and for each of the first blocks inside,
     # the decay of the larger one before it and after it.
@@ -211,22 +221,15 @@ def _prepare(scale: float, bounded: bool, tokens: _Tokens) -> _Prepared:
     while h < C:
         n = C // (2 * h)
 
-        def halves(x: jax.Array, n: int = n) -> tuple[jax.Array, jax.Array]:
-            pairs = x.reshape(*lead, n, 2, -1, x.shape[-1])
-            return pairs[..., 0, :, :], pairs[..., 1, :, :]
-
-        later = halves((k_q * before[..., None, None, :]).reshape(*lead, 2 * C, K))[1]
-        earlier = halves((k * after[..., None, :]).reshape(*lead, C, K))[0]
+        later = _halves((k_q * before[..., None, None, :]).reshape(*lead, 2 * n, h * 2, K))[1]
+        earlier = _halves((k * after[..., None, :]).reshape(*lead, 2 * n, h, K))[0]
         pairs = _dot_rows(later, earlier).reshape(*lead, n, h // b, 2, b, h)
         L21, M21 = (pairs[..., i, :, :].reshape(*lead, n, h, h) for i in (0, 1))
-        A1, A2 = halves(A)
-        M1, M2 = halves(M)
-        zeros = jnp.zeros_like(A1)
-        B = halves(tokens.beta[..., None])[1] * L21
-        A = _two_by_two(A1, zeros, -_causal_dot(A2, _dot(B, A1)), A2)
-        M = _two_by_two(M1, zeros, M21, M2)
+        between.append(_halves(tokens.beta.reshape(*lead, 2 * n, h, 1))[1] * L21)
+        M1, M2 = _halves(M)
+        M = _two_by_two(M1, jnp.zeros_like(M1), M21, M2)
 
-        first, second = (x[..., None, :, :] for x in halves(whole))
+        first, second = (x[..., None, :, :] for x in _halves(whole[..., None, :]))
         one = jnp.ones_like(first)
         inner = (*lead, n, 2, h // b, K)
         before = (before.reshape(inner) * jnp.concatenate([one, first], axis=-3)).reshape(*lead, C // b, K)
@@ -234,10 +237,11 @@ def _prepare(scale: float, bounded: bool, tokens: _Tokens) -> _Prepared:
         whole = (first * second)[..., 0, 0, :]
         h *= 2
 
-    A, M = A.reshape(*lead, C, C), M.reshape(*lead, C, C)
     # From the sum: a slow channel's decay rounds to the same side at every token, which thousands would show.
     a = jnp.exp(tokens.sum_g)
-    return _Prepared(k_q, k, before, after, a, tokens.beta, A, M)
+    below = _Below(L, tuple(between))
+    A = _inverse(_dot, below)
+    return _Prepared(k_q, k, before, after, a, tokens.beta, A, M[..., 0, :, :]), below
 
 
 def _blocks_at_once(decay: jax.Array, k: jax.Array, k_q: jax.Array) -> tuple[jax.Array, ...]:
@@ -293,14 +297,25 @@ def _across(b: int, h: int) -> jax.Array:
     return (block[:, None] == block + 1) & (block % 2 == 0)
 
 
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Blocks [..., 2 n, rows, columns] to the first and the second of each two, [..., n, rows, columns]."""
+    *lead, n, i, j = x.shape
+    pairs = x.reshape(*lead, n // 2, 2, i, j)
+    return pairs[..., 0, :, :], pairs[..., 1, :, :]
+
+
 def _two_by_two(x11: jax.Array, x12: jax.Array, x21: jax.Array, x22: jax.Array) -> jax.Array:
     top = jnp.concatenate([x11, x12], axis=-1)
     return jnp.concatenate([top, jnp.concatenate([x21, x22], axis=-1)], axis=-2)
 
 
-def _step(state: jax.Array, prepared: _Prepared, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One chunk: state [heads, K, V] and v [C, heads, V] to the next state, and Qd S and U
-    [heads, C, V]."""
+def _step(state: jax.Array, prepared: _Prepared, v: jax.Array) -> tuple[jax.Array, ...]:
+    """One chunk: state [heads, K, V] and v [C, heads, V] to the next state, and Qd S and beta (V - Kd S)
+    and U [heads, C, V].
+
+    Where a token is not finite, neither are all rows of U in that column, those of earlier tokens too. The
+    state is spoilt by such a token in any case; `_careful_output` puts the outputs before it right.
+    """
     v = v.astype(state.dtype).swapaxes(0, 1)
     heads, C, V = v.shape
     n, _, b, K = prepared.k_q.shape[1:]
@@ -308,9 +323,17 @@ def _step(state: jax.Array, prepared: _Prepared, v: jax.Array) -> tuple[jax.Arra
     Kr = (prepared.k * prepared.after[:, :, None]).reshape(heads, C, K)
     read = _dot(Kd_Qd, state).reshape(heads, n, 2, b, V)
     read_k, read_q = (read[:, :, i].reshape(heads, C, V) for i in (0, 1))
-    U = _causal_dot(prepared.A, prepared.beta[..., None] * (v - read_k))
+    write = prepared.beta[..., None] * (v - read_k)
+    U = _dot(prepared.A, write)
     state = prepared.a[..., None] * state + _dot(Kr.swapaxes(1, 2), U)
-    return state, read_q, U
+    return state, read_q, write, U
+
+
+def _careful_output(below: _Below, M: jax.Array, read: jax.Array, writes: list[jax.Array]) -> jax.Array:
+    """o of a span again, [span, heads, C, V], where no token sees a later one that is not finite."""
+    A = _inverse(_causal_dot, below)
+    U = jnp.stack([_causal_dot(A[i], write) for i, write in enumerate(writes)])
+    return read + _causal_dot(M, U)
 
 
 def _activate(
@@ -367,26 +390,36 @@ def _scan_chunks(
         for x in (named.get("A_log"), named.get("dt_bias"))
     )
 
-    def chunk(
-        state: jax.Array, operands: tuple[_Prepared, jax.Array, jax.Array | None, jax.Array | None]
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None]]:
-        prepared, v, is_first, start = operands
-        if is_first is not None:
-            begin = 0.0 if start is None else start.astype(state.dtype)
-            state = jnp.where(is_first[:, None, None], begin, state)
-        state, read, U = _step(state, prepared, v)
-        return state, (read, U, state if keep_states else None)
-
     def span(
         state: jax.Array, operands: tuple[_Chunk, tuple[_Norm, _Norm] | None]
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
         chunks, norms = operands
-        prepared = _prepare(options.scale, bounded, _activate(options, chunks, norms, A_log, dt_bias))
+        tokens = _activate(options, chunks, norms, A_log, dt_bias)
+        prepared, below = _prepare(options.scale, bounded, tokens)
+        reads, writes, Us, states = [], [], [], []
         # Unrolled, so that a chunk's products take its part of the span's arrays where it lies.
-        each = (prepared, chunks.v, chunks.is_first, chunks.start)
-        state, (read, U, states) = lax.scan(chunk, state, each, unroll=True)
-        o = read + _causal_dot(prepared.M, U)
-        return state, (o.swapaxes(1, 2), states)
+        for i in range(chunks.v.shape[0]):
+            own, v, is_first, start = jax.tree.map(
+                lambda x, i=i: x[i], (prepared, chunks.v, chunks.is_first, chunks.start)
+            )
+            if is_first is not None:
+                begin = 0.0 if start is None else start.astype(state.dtype)
+                state = jnp.where(is_first[:, None, None], begin, state)
+            state, read, write, U = _step(state, own, v)
+            for each, x in zip((reads, writes, Us, states), (read, write, U, state), strict=True):
+                each.append(x)
+        read = jnp.stack(reads)
+        o = read + _dot(prepared.M, jnp.stack(Us))
+        # Zero times what is not finite is NaN, and the first row of a chunk has zeros for all but itself: it
+        # tells whether any token is not finite.
+        spoilt = jnp.isnan(o[..., 0, :]).any()
+        o = lax.cond(
+            spoilt,
+            lambda o, *operands: _careful_output(*operands),
+            lambda o, *operands: o,
+            o, below, prepared.M, read, writes,
+        )  # fmt: skip
+        return state, (o.swapaxes(1, 2), jnp.stack(states) if keep_states else None)
 
     bounded = options.gate == GateMode.SAFE and -options.lower_bound * BLOCK <= LARGEST_EXPONENT
     norms = (_norm(chunks.q), _norm(chunks.k)) if options.l2norm else None
