@@ -314,7 +314,7 @@ def _step(state: jax.Array, prepared: _Prepared, v: jax.Array) -> tuple[jax.Arra
     and U [heads, C, V].
 
     Where a token is not finite, neither are all rows of U in that column, those of earlier tokens too. The
-    state is spoilt by such a token in any case; `_careful_output` puts the outputs before it right.
+    state is spoilt by such a token in any case; `_careful_product` puts the outputs before it right.
     """
     v = v.astype(state.dtype).swapaxes(0, 1)
     heads, C, V = v.shape
@@ -329,11 +329,10 @@ def _step(state: jax.Array, prepared: _Prepared, v: jax.Array) -> tuple[jax.Arra
     return state, read_q, write, U
 
 
-def _careful_output(below: _Below, M: jax.Array, read: jax.Array, writes: list[jax.Array]) -> jax.Array:
-    """o of a span again, [span, heads, C, V], where no token sees a later one that is not finite."""
+def _careful_product(below: _Below, M: jax.Array, writes: list[jax.Array]) -> jax.Array:
+    """M U of a span again, [span, heads, C, V], where no token sees a later one that is not finite."""
     A = _inverse(_causal_dot, below)
-    U = jnp.stack([_causal_dot(A[i], write) for i, write in enumerate(writes)])
-    return read + _causal_dot(M, U)
+    return _causal_dot(M, jnp.stack([_causal_dot(A[i], write) for i, write in enumerate(writes)]))
 
 
 def _activate(
@@ -408,17 +407,17 @@ def _scan_chunks(
             state, read, write, U = _step(state, own, v)
             for each, x in zip((reads, writes, Us, states), (read, write, U, state), strict=True):
                 each.append(x)
-        read = jnp.stack(reads)
-        o = read + _dot(prepared.M, jnp.stack(Us))
+        product = _dot(prepared.M, jnp.stack(Us))
         # Zero times what is not finite is NaN, and the first row of a chunk has zeros for all but itself: it
         # tells whether any token is not finite.
-        spoilt = jnp.isnan(o[..., 0, :]).any()
-        o = lax.cond(
+        spoilt = jnp.isnan(product[..., 0, :]).any()
+        product = lax.cond(
             spoilt,
-            lambda o, *operands: _careful_output(*operands),
-            lambda o, *operands: o,
-            o, below, prepared.M, read, writes,
+            lambda product, *operands: _careful_product(*operands),
+            lambda product, *operands: product,
+            product, below, prepared.M, writes,
         )  # fmt: skip
+        o = jnp.stack(reads) + product
         return state, (o.swapaxes(1, 2), jnp.stack(states) if keep_states else None)
 
     bounded = options.gate == GateMode.SAFE and -options.lower_bound * BLOCK <= LARGEST_EXPONENT
