@@ -28,7 +28,9 @@ HIGHEST.
 
 What is fast on a CPU decides the rest. XLA computes an operand anew in each of its consumers, unless a
 barrier keeps it. A product takes whole arrays, so a slice of one costs a copy, unless something is multiplied
-on the way. Few large products use more of a core, and more cores, than many small ones.
+on the way. Few large products use more of a core, and more cores, than many small ones. What does not depend
+on each other runs at the same time, so that the chunks of one group are prepared while the recurrence goes
+through those of the group before; a branch would hold up both, so there is one a group.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ CHUNK = 64  # tokens; a power of two
 BLOCK = 8  # tokens; a power of two. Smaller blocks of a chunk are never sliced out, only masked
 LARGEST_EXPONENT = 40.0  # of a reciprocal decay: its square, which the gradient takes, is still a float32
 TOKEN_OPERANDS = ("q", "k", "v", "g", "beta")
-SPAN = 8  # chunks prepared together, and recomputed together in the backward pass
+GROUP = 4  # chunks prepared together, at most
+SPAN = 8  # chunks recomputed together in the backward pass, at most
 
 
 def chunked_prefill(options: Options, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -313,8 +316,8 @@ def _step(state: jax.Array, prepared: _Prepared, v: jax.Array) -> tuple[jax.Arra
     """One chunk: state [heads, K, V] and v [C, heads, V] to the next state, and Qd S and beta (V - Kd S)
     and U [heads, C, V].
 
-    Where a token is not finite, neither are all rows of U in that column, those of earlier tokens too. The
-    state is spoilt by such a token in any case; `_careful_product` puts the outputs before it right.
+    A token that is not finite spoils its columns of U from the first row on. Of the next state that is no
+    more than such a token must spoil; `_careful_product` puts the outputs of the tokens before it right.
     """
     v = v.astype(state.dtype).swapaxes(0, 1)
     heads, C, V = v.shape
@@ -389,14 +392,14 @@ def _scan_chunks(
         for x in (named.get("A_log"), named.get("dt_bias"))
     )
 
-    def span(
-        state: jax.Array, operands: tuple[_Chunk, tuple[_Norm, _Norm] | None]
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-        chunks, norms = operands
+    def group(
+        state: jax.Array, chunks: _Chunk, norms: tuple[_Norm, _Norm] | None
+    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        """Chunks prepared together: the last state, o [chunks, C, heads, V], and the state after each."""
         tokens = _activate(options, chunks, norms, A_log, dt_bias)
         prepared, below = _prepare(options.scale, bounded, tokens)
-        reads, writes, Us, states = [], [], [], []
-        # Unrolled, so that a chunk's products take its part of the span's arrays where it lies.
+        steps = []
+        # Unrolled, so that a chunk's products take its part of the group's arrays where it lies.
         for i in range(chunks.v.shape[0]):
             own, v, is_first, start = jax.tree.map(
                 lambda x, i=i: x[i], (prepared, chunks.v, chunks.is_first, chunks.start)
@@ -405,11 +408,11 @@ def _scan_chunks(
                 begin = 0.0 if start is None else start.astype(state.dtype)
                 state = jnp.where(is_first[:, None, None], begin, state)
             state, read, write, U = _step(state, own, v)
-            for each, x in zip((reads, writes, Us, states), (read, write, U, state), strict=True):
-                each.append(x)
+            steps.append((read, write, U, state))
+        reads, writes, Us, states = (list(x) for x in zip(*steps, strict=True))
         product = _dot(prepared.M, jnp.stack(Us))
-        # Zero times what is not finite is NaN, and the first row of a chunk has zeros for all but itself: it
-        # tells whether any token is not finite.
+        # Zero times what is not finite is NaN, and the first row of M has zeros for all rows of U but the
+        # first, as that of A has: it tells whether any token may have been seen too early.
         spoilt = jnp.isnan(product[..., 0, :]).any()
         product = lax.cond(
             spoilt,
@@ -417,8 +420,21 @@ def _scan_chunks(
             lambda product, *operands: product,
             product, below, prepared.M, writes,
         )  # fmt: skip
-        o = jnp.stack(reads) + product
-        return state, (o.swapaxes(1, 2), jnp.stack(states) if keep_states else None)
+        return state, (jnp.stack(reads) + product).swapaxes(1, 2), states
+
+    def span(
+        state: jax.Array, operands: tuple[_Chunk, tuple[_Norm, _Norm] | None]
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+        outputs: list[jax.Array] = []
+        states: list[jax.Array] = []
+        # A group is prepared while the recurrence goes through the one before.
+        length = operands[0].v.shape[0]
+        _, size = _evenly(length, GROUP)
+        for i in range(0, length, size):
+            state, o, own = group(state, *jax.tree.map(lambda x, i=i: x[i : i + size], operands))
+            outputs.append(o)
+            states += own
+        return state, (jnp.concatenate(outputs), jnp.stack(states) if keep_states else None)
 
     bounded = options.gate == GateMode.SAFE and -options.lower_bound * BLOCK <= LARGEST_EXPONENT
     norms = (_norm(chunks.q), _norm(chunks.k)) if options.l2norm else None
@@ -432,7 +448,7 @@ def _run_dense(
 ) -> tuple[jax.Array, jax.Array]:
     B, T, _, V = named["v"].shape
     C = _chunk_size(T)
-    spans, span = _spans(-(-T // C))
+    spans, span = _evenly(-(-T // C), SPAN)
     places = spans * span * C
 
     def split(x: jax.Array) -> jax.Array:
@@ -456,7 +472,7 @@ def _run_packed(
     K, N = named["q"].shape[3], named["offsets"].shape[1] - 1
     C = _chunk_size(T)
     # Every sequence may end in a partly filled chunk, so this many are enough for any offsets.
-    spans, span = _spans(-(-T // C) + N)
+    spans, span = _evenly(-(-T // C) + N, SPAN)
     places = spans * span * C
     layout = jax.vmap(lambda row: _lay_out(row, T, C, spans * span))(named["offsets"])
 
@@ -538,10 +554,12 @@ def _chunk_size(T: int) -> int:
     return min(CHUNK, 1 << (T - 1).bit_length()) if isinstance(T, int) else CHUNK
 
 
-def _spans(chunks: int) -> tuple[int, int]:
-    """Spans, and chunks per span, for at least this many chunks: equal spans, so that little is padded."""
-    spans = -(-chunks // SPAN)
-    return spans, -(-chunks // spans) if isinstance(chunks, int) else SPAN
+def _evenly(chunks: int, most: int) -> tuple[int, int]:
+    """Parts, and chunks per part, `most` at most, for at least this many chunks, which may be symbolic: equal
+    parts, so that little is padded.
+    """
+    parts = -(-chunks // most)
+    return parts, -(-chunks // parts) if isinstance(chunks, int) else most
 
 
 def _fold(x: jax.Array) -> jax.Array:
