@@ -28,7 +28,9 @@ HIGHEST.
 
 What is fast on a CPU decides the rest. XLA computes an operand anew in each of its consumers, unless a
 barrier keeps it. A product takes whole arrays, so a slice of one costs a copy, unless something is multiplied
-on the way. Few large products use more of a core, and more cores, than many small ones.
+on the way. Few large products use more of a core, and more cores, than many small ones. What does not depend
+on each other runs at the same time, so that the chunks of one group are prepared while the recurrence goes
+through those of the group before; a branch would hold up both, so there is one a group.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ CHUNK = 64  # tokens; a power of two
 BLOCK = 8  # tokens; a power of two. Smaller blocks of a chunk are never sliced out, only masked
 LARGEST_EXPONENT = 40.0  # of a reciprocal decay: its square, which the gradient takes, is still a float32
 TOKEN_OPERANDS = ("q", "k", "v", "g", "beta")
-SPAN = 8  # chunks prepared together, and recomputed together in the backward pass
+GROUP = 4  # chunks prepared together, at most
+SPAN = 8  # chunks recomputed together in the backward pass, at most
 
 
 def chunked_prefill(options: Options, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -127,6 +130,13 @@ class _Prepared(NamedTuple):
     M: jax.Array  # [..., C, C]
 
 
+class _Below(NamedTuple):
+    """L, the strictly lower triangular, by blocks as they double."""
+
+    blocks: jax.Array  # [..., n, b, b]: within the smallest
+    between: tuple[jax.Array, ...]  # each [..., n, h, h]: the second of two blocks of h tokens to the first
+
+
 class _Tokens(NamedTuple):
     """A chunk's tokens ready for the recurrence: float32."""
 
@@ -163,16 +173,8 @@ def _causal_dot(lower: jax.Array, x: jax.Array) -> jax.Array:
     """`lower @ x`; lower is triangular, [..., C, C], and x is [..., C, V].
 
     Row i sees rows 0..i of x and no other, even where later rows are not finite: zero times infinity would
-    carry an overflow, or a NaN, back to tokens before it.
+    carry an overflow, or a NaN, back to tokens before it. Where all is finite, these are the bits of `_dot`.
     """
-    product = _dot(lower, x)
-    # Zero times what is not finite is NaN, and the first row has zeros for all rows of x but the first: it
-    # tells whether there is more to do.
-    spoilt = jnp.isnan(product[..., 0, :]).any()
-    return lax.cond(spoilt, _careful_causal_dot, lambda lower, x, product: product, lower, x, product)
-
-
-def _careful_causal_dot(lower: jax.Array, x: jax.Array, product: jax.Array) -> jax.Array:
     finite = jnp.isfinite(x)
     product = _dot(lower, jnp.where(finite, x, 0.0))
     # The sum of 4^-i over the bad rows i reaches 4^-n exactly where one of rows 0..n is bad. (A sum, since
@@ -183,8 +185,23 @@ def _careful_causal_dot(lower: jax.Array, x: jax.Array, product: jax.Array) -> j
     return jnp.where(bad >= weight, jnp.nan, product)
 
 
-def _prepare(scale: float, bounded: bool, tokens: _Tokens) -> _Prepared:
-    """The chunk's matrices. `bounded`: BLOCK tokens decay by LARGEST_EXPONENT at most."""
+def _inverse(dot: Callable[[jax.Array, jax.Array], jax.Array], L: _Below) -> jax.Array:
+    """(I + L)^-1 [..., C, C], by doubling. `dot` multiplies by what is triangular."""
+    b = L.blocks.shape[-1]
+    A = jnp.eye(b, dtype=L.blocks.dtype) - jnp.where(_across(b, 1), L.blocks, 0.0)
+    h = 2
+    while h < b:
+        A = A - dot(A, dot(jnp.where(_across(b, h), L.blocks, 0.0), A))
+        h *= 2
+    for B in L.between:
+        A1, A2 = _halves(A)
+        A = _two_by_two(A1, jnp.zeros_like(A1), -dot(A2, _dot(B, A1)), A2)
+    return A[..., 0, :, :]
+
+
+def _prepare(scale: float, bounded: bool, tokens: _Tokens) -> tuple[_Prepared, _Below]:
+    """The chunk's matrices, and what A is the inverse of. `bounded`: BLOCK tokens decay by LARGEST_EXPONENT
+    at most."""
     *lead, C, K = tokens.k.shape
     b = min(BLOCK, C)
 
@@ -198,11 +215,7 @@ def _prepare(scale: float, bounded: bool, tokens: _Tokens) -> _Prepared:
     place = jnp.arange(b)
     L = jnp.where(place[:, None] > place, beta * pairs[..., 0, :, :], 0.0)
     M = jnp.where(place[:, None] >= place, pairs[..., 1, :, :], 0.0)
-    A = jnp.eye(b, dtype=L.dtype) - jnp.where(_across(b, 1), L, 0.0)
-    h = 2
-    while h < b:
-        A = A - _causal_dot(A, _causal_dot(jnp.where(_across(b, h), L, 0.0), A))
-        h *= 2
+    between = []
 
     # From here on, of blocks of h tokens: the decay of a whole one; and for each of the first blocks inside,
     # the decay of the larger one before it and after it.
@@ -211,22 +224,15 @@ def _prepare(scale: float, bounded: bool, tokens: _Tokens) -> _Prepared:
     while h < C:
         n = C // (2 * h)
 
-        def halves(x: jax.Array, n: int = n) -> tuple[jax.Array, jax.Array]:
-            pairs = x.reshape(*lead, n, 2, -1, x.shape[-1])
-            return pairs[..., 0, :, :], pairs[..., 1, :, :]
-
-        later = halves((k_q * before[..., None, None, :]).reshape(*lead, 2 * C, K))[1]
-        earlier = halves((k * after[..., None, :]).reshape(*lead, C, K))[0]
+        later = _halves((k_q * before[..., None, None, :]).reshape(*lead, 2 * n, h * 2, K))[1]
+        earlier = _halves((k * after[..., None, :]).reshape(*lead, 2 * n, h, K))[0]
         pairs = _dot_rows(later, earlier).reshape(*lead, n, h // b, 2, b, h)
         L21, M21 = (pairs[..., i, :, :].reshape(*lead, n, h, h) for i in (0, 1))
-        A1, A2 = halves(A)
-        M1, M2 = halves(M)
-        zeros = jnp.zeros_like(A1)
-        B = halves(tokens.beta[..., None])[1] * L21
-        A = _two_by_two(A1, zeros, -_causal_dot(A2, _dot(B, A1)), A2)
-        M = _two_by_two(M1, zeros, M21, M2)
+        between.append(_halves(tokens.beta.reshape(*lead, 2 * n, h, 1))[1] * L21)
+        M1, M2 = _halves(M)
+        M = _two_by_two(M1, jnp.zeros_like(M1), M21, M2)
 
-        first, second = (x[..., None, :, :] for x in halves(whole))
+        first, second = (x[..., None, :, :] for x in _halves(whole[..., None, :]))
         one = jnp.ones_like(first)
         inner = (*lead, n, 2, h // b, K)
         before = (before.reshape(inner) * jnp.concatenate([one, first], axis=-3)).reshape(*lead, C // b, K)
@@ -234,10 +240,11 @@ def _prepare(scale: float, bounded: bool, tokens: _Tokens) -> _Prepared:
         whole = (first * second)[..., 0, 0, :]
         h *= 2
 
-    A, M = A.reshape(*lead, C, C), M.reshape(*lead, C, C)
     # From the sum: a slow channel's decay rounds to the same side at every token, which thousands would show.
     a = jnp.exp(tokens.sum_g)
-    return _Prepared(k_q, k, before, after, a, tokens.beta, A, M)
+    below = _Below(L, tuple(between))
+    A = _inverse(_dot, below)
+    return _Prepared(k_q, k, before, after, a, tokens.beta, A, M[..., 0, :, :]), below
 
 
 def _blocks_at_once(decay: jax.Array, k: jax.Array, k_q: jax.Array) -> tuple[jax.Array, ...]:
@@ -293,14 +300,25 @@ def _across(b: int, h: int) -> jax.Array:
     return (block[:, None] == block + 1) & (block % 2 == 0)
 
 
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Blocks [..., 2 n, rows, columns] to the first and the second of each two, [..., n, rows, columns]."""
+    *lead, n, i, j = x.shape
+    pairs = x.reshape(*lead, n // 2, 2, i, j)
+    return pairs[..., 0, :, :], pairs[..., 1, :, :]
+
+
 def _two_by_two(x11: jax.Array, x12: jax.Array, x21: jax.Array, x22: jax.Array) -> jax.Array:
     top = jnp.concatenate([x11, x12], axis=-1)
     return jnp.concatenate([top, jnp.concatenate([x21, x22], axis=-1)], axis=-2)
 
 
-def _step(state: jax.Array, prepared: _Prepared, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One chunk: state [heads, K, V] and v [C, heads, V] to the next state, and Qd S and U
-    [heads, C, V]."""
+def _step(state: jax.Array, prepared: _Prepared, v: jax.Array) -> tuple[jax.Array, ...]:
+    """One chunk: state [heads, K, V] and v [C, heads, V] to the next state, and Qd S and beta (V - Kd S)
+    and U [heads, C, V].
+
+    A token that is not finite spoils its columns of U from the first row on. Of the next state that is no
+    more than such a token must spoil; `_careful_product` puts the outputs of the tokens before it right.
+    """
     v = v.astype(state.dtype).swapaxes(0, 1)
     heads, C, V = v.shape
     n, _, b, K = prepared.k_q.shape[1:]
@@ -308,9 +326,16 @@ def _step(state: jax.Array, prepared: _Prepared, v: jax.Array) -> tuple[jax.Arra
     Kr = (prepared.k * prepared.after[:, :, None]).reshape(heads, C, K)
     read = _dot(Kd_Qd, state).reshape(heads, n, 2, b, V)
     read_k, read_q = (read[:, :, i].reshape(heads, C, V) for i in (0, 1))
-    U = _causal_dot(prepared.A, prepared.beta[..., None] * (v - read_k))
+    write = prepared.beta[..., None] * (v - read_k)
+    U = _dot(prepared.A, write)
     state = prepared.a[..., None] * state + _dot(Kr.swapaxes(1, 2), U)
-    return state, read_q, U
+    return state, read_q, write, U
+
+
+def _careful_product(below: _Below, M: jax.Array, writes: list[jax.Array]) -> jax.Array:
+    """M U of a span again, [span, heads, C, V], where no token sees a later one that is not finite."""
+    A = _inverse(_causal_dot, below)
+    return _causal_dot(M, jnp.stack([_causal_dot(A[i], write) for i, write in enumerate(writes)]))
 
 
 def _activate(
@@ -367,26 +392,49 @@ def _scan_chunks(
         for x in (named.get("A_log"), named.get("dt_bias"))
     )
 
-    def chunk(
-        state: jax.Array, operands: tuple[_Prepared, jax.Array, jax.Array | None, jax.Array | None]
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None]]:
-        prepared, v, is_first, start = operands
-        if is_first is not None:
-            begin = 0.0 if start is None else start.astype(state.dtype)
-            state = jnp.where(is_first[:, None, None], begin, state)
-        state, read, U = _step(state, prepared, v)
-        return state, (read, U, state if keep_states else None)
+    def group(
+        state: jax.Array, chunks: _Chunk, norms: tuple[_Norm, _Norm] | None
+    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        """Chunks prepared together: the last state, o [chunks, C, heads, V], and the state after each."""
+        tokens = _activate(options, chunks, norms, A_log, dt_bias)
+        prepared, below = _prepare(options.scale, bounded, tokens)
+        steps = []
+        # Unrolled, so that a chunk's products take its part of the group's arrays where it lies.
+        for i in range(chunks.v.shape[0]):
+            own, v, is_first, start = jax.tree.map(
+                lambda x, i=i: x[i], (prepared, chunks.v, chunks.is_first, chunks.start)
+            )
+            if is_first is not None:
+                begin = 0.0 if start is None else start.astype(state.dtype)
+                state = jnp.where(is_first[:, None, None], begin, state)
+            state, read, write, U = _step(state, own, v)
+            steps.append((read, write, U, state))
+        reads, writes, Us, states = (list(x) for x in zip(*steps, strict=True))
+        product = _dot(prepared.M, jnp.stack(Us))
+        # Zero times what is not finite is NaN, and the first row of M has zeros for all rows of U but the
+        # first, as that of A has: it tells whether any token may have been seen too early.
+        spoilt = jnp.isnan(product[..., 0, :]).any()
+        product = lax.cond(
+            spoilt,
+            lambda product, *operands: _careful_product(*operands),
+            lambda product, *operands: product,
+            product, below, prepared.M, writes,
+        )  # fmt: skip
+        return state, (jnp.stack(reads) + product).swapaxes(1, 2), states
 
     def span(
         state: jax.Array, operands: tuple[_Chunk, tuple[_Norm, _Norm] | None]
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-        chunks, norms = operands
-        prepared = _prepare(options.scale, bounded, _activate(options, chunks, norms, A_log, dt_bias))
-        # Unrolled, so that a chunk's products take its part of the span's arrays where it lies.
-        each = (prepared, chunks.v, chunks.is_first, chunks.start)
-        state, (read, U, states) = lax.scan(chunk, state, each, unroll=True)
-        o = read + _causal_dot(prepared.M, U)
-        return state, (o.swapaxes(1, 2), states)
+        outputs: list[jax.Array] = []
+        states: list[jax.Array] = []
+        # A group is prepared while the recurrence goes through the one before.
+        length = operands[0].v.shape[0]
+        _, size = _evenly(length, GROUP)
+        for i in range(0, length, size):
+            state, o, own = group(state, *jax.tree.map(lambda x, i=i: x[i : i + size], operands))
+            outputs.append(o)
+            states += own
+        return state, (jnp.concatenate(outputs), jnp.stack(states) if keep_states else None)
 
     bounded = options.gate == GateMode.SAFE and -options.lower_bound * BLOCK <= LARGEST_EXPONENT
     norms = (_norm(chunks.q), _norm(chunks.k)) if options.l2norm else None
@@ -400,7 +448,7 @@ def _run_dense(
 ) -> tuple[jax.Array, jax.Array]:
     B, T, _, V = named["v"].shape
     C = _chunk_size(T)
-    spans, span = _spans(-(-T // C))
+    spans, span = _evenly(-(-T // C), SPAN)
     places = spans * span * C
 
     def split(x: jax.Array) -> jax.Array:
@@ -424,7 +472,7 @@ def _run_packed(
     K, N = named["q"].shape[3], named["offsets"].shape[1] - 1
     C = _chunk_size(T)
     # Every sequence may end in a partly filled chunk, so this many are enough for any offsets.
-    spans, span = _spans(-(-T // C) + N)
+    spans, span = _evenly(-(-T // C) + N, SPAN)
     places = spans * span * C
     layout = jax.vmap(lambda row: _lay_out(row, T, C, spans * span))(named["offsets"])
 
@@ -506,10 +554,12 @@ def _chunk_size(T: int) -> int:
     return min(CHUNK, 1 << (T - 1).bit_length()) if isinstance(T, int) else CHUNK
 
 
-def _spans(chunks: int) -> tuple[int, int]:
-    """Spans, and chunks per span, for at least this many chunks: equal spans, so that little is padded."""
-    spans = -(-chunks // SPAN)
-    return spans, -(-chunks // spans) if isinstance(chunks, int) else SPAN
+def _evenly(chunks: int, most: int) -> tuple[int, int]:
+    """Parts, and chunks per part, `most` at most, for at least this many chunks, which may be symbolic: equal
+    parts, so that little is padded.
+    """
+    parts = -(-chunks // most)
+    return parts, -(-chunks // parts) if isinstance(chunks, int) else most
 
 
 def _fold(x: jax.Array) -> jax.Array:

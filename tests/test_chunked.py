@@ -186,6 +186,17 @@ def test_no_bit_depends_on_later_tokens() -> None:
             assert bits(other[:, t:]) != bits(o[:, t:])
 
 
+def test_no_bit_depends_on_later_chunks_prepared_together() -> None:
+    T = chunked.CHUNK * (chunked.SPAN + 2)  # two spans of more than one group each
+    inputs = small("slow", T=T)
+    o = np.asarray(run(**inputs)[0])
+    for t in (chunked.CHUNK + 3, T // 2 - 1, T - chunked.CHUNK - 1):
+        for value in (None, np.nan):
+            other = np.asarray(run(**changed(inputs, np.s_[t:], value))[0])
+            assert bits(other[:, :t]) == bits(o[:, :t]), (t, value)
+            assert value is None or np.isnan(other[:, t:]).all()
+
+
 def test_an_overflow_does_not_reach_back() -> None:
     # Without a norm a later key can be large enough for its own products to leave float32.
     inputs = small("none") | {"use_qk_l2norm_in_kernel": False}
