@@ -23,7 +23,8 @@ NATIVE = ROOT / "tests" / "native"
 
 # What each tool is made of, beside the kernels.
 _TOOLS = {
-    "driver": ("driver.cu", ()),
+    # The occupancy query goes through the driver, for its `fallback`.
+    "driver": ("driver.cu", ("-Xlinker", "--wrap=cudaOccupancyMaxActiveClusters")),
     "decode_driver": ("decode_driver.cu", ()),
     "library.so": ("library.cu", ("-shared",)),
 }
