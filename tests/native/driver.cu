@@ -290,7 +290,7 @@ int run(const std::vector<std::string>& words) {
   auto word = [&](size_t i, const char* otherwise) { return i < words.size() ? words[i] : std::string(otherwise); };
   const std::string what = word(0, "check");
   if (what == "check") {
-    const bool small = words.back() == "--small";
+    const bool small = !words.empty() && words.back() == "--small";
     return check(route_of(words.size() > (small ? 2u : 1u) ? words[1] : "baseline_m128"), small ? small_cases() : all_cases());
   }
   if (what == "guard") return guard();
