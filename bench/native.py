@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from .shapes import Case
 
 __all__ = ["DriverError", "build", "cache_folder", "device", "find_nvcc", "run"]
@@ -21,11 +23,13 @@ __all__ = ["DriverError", "build", "cache_folder", "device", "find_nvcc", "run"]
 ROOT = Path(__file__).resolve().parent.parent
 NATIVE = ROOT / "tests" / "native"
 
-# What each tool is made of, beside the kernels.
+# What each tool is made of; a CUDA one of the kernels too.
 _TOOLS = {
-    "driver": ("driver.cu", ()),
+    # The occupancy query goes through the driver, for its `fallback`.
+    "driver": ("driver.cu", ("-Xlinker", "--wrap=cudaOccupancyMaxActiveClusters")),
     "decode_driver": ("decode_driver.cu", ()),
     "library.so": ("library.cu", ("-shared",)),
+    "empty_call.so": ("empty_call.cc", ("-shared",)),
 }
 
 
@@ -66,7 +70,7 @@ def cache_folder() -> Path:
 def build(tool: str = "driver", cache: Path | None = None) -> Path:
     """The path of a tool; only what changed since the last time is compiled.
 
-    tool: "driver", "decode_driver" or "library.so".
+    tool: "driver", "decode_driver", "library.so" or "empty_call.so".
     """
     nvcc, arch = find_nvcc(), architecture()
     cache = cache or cache_folder()
@@ -79,10 +83,15 @@ def build(tool: str = "driver", cache: Path | None = None) -> Path:
         f'-DJAX_KDA_ARCHITECTURES="{arch}"',
         "-Xcompiler=-fPIC",
     ]
+    main, link_flags = _TOOLS[tool]
+    kernels = sorted((ROOT / "csrc").glob("*.cu"))
+    if main.endswith(".cc"):  # a handler: of XLA's headers, without kernels
+        flags += ["-I", jax.ffi.include_dir()]
+        kernels = []
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     csrc = ROOT / "csrc"
     headers = [p for folder in (csrc, NATIVE) for p in folder.rglob("*") if p.suffix in (".h", ".cuh")]
-    common = hashlib.sha256(repr((flags, version)).encode())
+    common = hashlib.sha256(repr((flags, version, jax.__version__ if not kernels else "")).encode())
     for path in sorted(headers):
         # The kernels do not read the tools' headers: a change of a tool compiles no kernel.
         if path.is_relative_to(csrc):
@@ -91,9 +100,8 @@ def build(tool: str = "driver", cache: Path | None = None) -> Path:
     for path in sorted(headers):
         own.update(path.read_bytes())
 
-    main, link_flags = _TOOLS[tool]
     objects = {}
-    for source in [NATIVE / main, *sorted(csrc.glob("*.cu"))]:
+    for source in [NATIVE / main, *kernels]:
         sha = (own if source.parent == NATIVE else common).copy()
         sha.update(source.read_bytes())
         objects[source] = cache / f"{source.stem}-{sha.hexdigest()[:16]}.o"

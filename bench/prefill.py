@@ -31,7 +31,7 @@ from . import native, progress, rows
 from .digest import ROOT, digest
 from .shapes import FOLDED_GATES, GATES, HEAD_SIZE, SETS, Case, Shape, cases, floor_us, parse_names
 
-__all__ = ["main", "provenance", "resolve"]
+__all__ = ["main", "measure", "provenance", "resolve", "row"]
 
 RESULT = ROOT / "bench" / "results" / "h200-prefill.json"
 DRY_COPY_RATE = 4.3e12  # of an H200, where none is there to be measured
@@ -63,12 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     major, minor = facts["compute_capability"]
     wanted = resolve(asked, routing.Device("cuda", facts["gpu"], (major, minor), facts["sm_count"]))
-    measured, copy_rate, complete = _measure(driver, wanted, 1 if options.quick else 2, options.calls)
+    measured, copy_rate, complete = measure(driver, wanted, 1 if options.quick else 2, options.calls)
     timed = [case for case in wanted if case in measured]
     walls = {} if options.quick or options.no_walls else _walls(timed)
     common = provenance(facts, options.commit) | {"copy_rate": copy_rate}
     found = [
-        _row(name, case, measured[case], walls.get(case), common)
+        row(name, case, measured[case], walls.get(case), common)
         for name in sets
         for case in timed
         if case.shape in SETS[name]
@@ -155,7 +155,7 @@ def _problem(s: Shape) -> contract.Problem:
     )
 
 
-def _measure(
+def measure(
     driver: Path, wanted: Sequence[Case], rounds: int, calls: int
 ) -> tuple[dict[Case, dict[str, Any]], float, bool]:
     """The driver's result of each case, the copy rate, and whether nothing is missing."""
@@ -196,11 +196,13 @@ def _walls(timed: Sequence[Case]) -> dict[Case, float]:
     }
 
 
-def _row(name: str, case: Case, said: dict[str, Any], wall_us: float | None, common: rows.Row) -> rows.Row:
+def row(name: str, case: Case, said: dict[str, Any], wall_us: float | None, common: rows.Row) -> rows.Row:
+    """The row of a case: what the driver said of it, and what all rows of the run have in common."""
+
     def finite(x: float) -> float | None:
         return x if math.isfinite(x) else None
 
-    row = {
+    made = {
         **common,
         "set": name,
         **rows.shape_fields(case.shape),
@@ -213,7 +215,7 @@ def _row(name: str, case: Case, said: dict[str, Any], wall_us: float | None, com
         "err_o": finite(said["err_o"]),
         "err_state": finite(said["err_state"]),
     }
-    return {key: row[key] for key in rows.KEYS}
+    return {key: made[key] for key in rows.KEYS}
 
 
 def provenance(facts: dict[str, Any], commit: str | None = None) -> rows.Row:

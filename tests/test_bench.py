@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import json
 import os
 import re
+import shutil
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -334,6 +338,33 @@ def test_wall_inputs_have_one_regime_whatever_the_gate(gates: str) -> None:
 
 def test_wall_time_is_a_time() -> None:
     assert wall.wall_us(Case(Shape(1, 64, 1, 1), "slow", "xla")) > 1
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_the_empty_call_takes_the_place_of_ours(tmp_path: Path, cuda_build: routing.Build) -> None:
+    library = tmp_path / "empty_call.so"
+    source = ROOT / "tests/native/empty_call.cc"
+    flags = ["-std=c++20", "-Wall", "-Werror", "-shared", "-fPIC", "-isystem", jax.ffi.include_dir()]
+    subprocess.run(["g++", *flags, "-o", str(library), str(source)], check=True)
+    empty = wall.EmptyCall(library, "cpu")
+    result = jax.ShapeDtypeStruct((3,), "float32")
+    jax.block_until_ready(jax.ffi.ffi_call(empty.TARGET, result)(np.ones(2), scale=np.float32(1)))
+    assert empty.calls() == 1
+    case = Case(Shape(1, 64, 1, 2), "slow", "c4_m128_d15")
+
+    # Ours cannot run here: its program is read.
+    arrays, static = wall._split(case)
+
+    def program() -> str:
+        function = jax.jit(functools.partial(jax_kda.kda_prefill, **dict(static), route=case.route))
+        return str(function.trace(**arrays).lower(lowering_platforms=("cuda",)).as_text())
+
+    ours = program()
+    with empty.in_place_of_ours():
+        assert program() == ours.replace("jax_kda.prefill.v1", wall.EmptyCall.TARGET)
+    assert "jax_kda.prefill.v1" in ours
+    with pytest.raises(RuntimeError, match="the empty call is not where it should be"):
+        wall.walls_against(empty, dataclasses.replace(case, route="xla"), 1)
 
 
 def test_peers_that_are_not_there_are_skipped(

@@ -100,6 +100,8 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "tails",
         "calls",
         "cluster",
+        "same-bits",
+        "fallback",
         "prefix-bounded",
         "prefix-unbounded",
         "resets",

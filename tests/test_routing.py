@@ -103,6 +103,25 @@ def test_workspaces(T, HV, packed, N):
     assert f"{decision.segment_chunks * 32} tokens each" in str(decision)
 
 
+@pytest.mark.parametrize("route", [Route.C4_M128_D15, Route.C4_M64_D10, Route.C8_M128_D35])
+def test_a_cluster_route_has_a_largest_workspace(route):
+    most = choose(problem(route.value, B=64, HV=64), H200, BUILD)
+    assert most.workspace_bytes < 5e9
+    with pytest.raises(ValueError, match="its workspace is for at most 4096 pairs") as caught:
+        choose(problem(route.value, B=3, N=437, HV=8), H200, BUILD)
+    for part in (
+        f"route: got '{route.value}', but its workspace",
+        "this call has 10488 (B * N * HV = 3 * 437 * 8): split it",
+        "allowed here: 'auto', 'xla', 'baseline_m128', 'baseline_m64', 'segmented'. Note:",
+    ):
+        assert part in str(caught.value)
+    row = region(route=route.value, tasks=(1, 100_000))
+    assert choose(problem(B=64, HV=64), H200, BUILD, (row,)).route is route
+    larger = choose(problem(B=65, HV=64), H200, BUILD, (row,))
+    assert larger.route is Route.BASELINE_M128
+    assert "at most 4096" in dict(larger.refused)[route]
+
+
 def test_a_workspace_wants_static_sizes():
     (T,) = jax.export.symbolic_shape("t")
     with pytest.raises(ValueError, match="its workspace depends on the sizes"):

@@ -166,6 +166,23 @@ def test_donated_states(run):
     assert same_bits(got, want)
 
 
+# Whoever prepares a chunk, K1 and K2 are the same code on the same chunks of 32 tokens in the same number
+# formats. `segmented` cuts sequences, which is another order of sums; the contract's bars hold for it.
+@pytest.mark.parametrize("case", ["dense", "packed", "many", "bf16 states"])
+@pytest.mark.parametrize("gate", GATES)
+def test_the_bits_of_the_baseline(route, gate, case):
+    if route not in ("baseline_m64", "c4_m128_d15", "c4_m64_d10", "c8_m128_d35"):
+        pytest.skip("the baseline itself, or a route that cuts sequences")
+    inputs = {
+        "dense": lambda: small(gate, B=2, T=515, H=2, HV=4),
+        "packed": lambda: small(gate, T=430, H=2, HV=4, lengths=(190, 0, 1, 64, 130, 33)),
+        "many": lambda: small(gate, T=97, H=40, HV=80),
+        "bf16 states": lambda: small(gate, T=257, state_dtype="bfloat16", state_v_first=True),
+    }[case]()
+    inputs = on_device(inputs)
+    assert same_bits(forced(route)(**inputs), forced("baseline_m128")(**inputs))
+
+
 # ---- parts and the whole
 
 
@@ -295,10 +312,19 @@ def test_wrong_offsets_on_the_device(route):
     assert "offsets: all safe" in output_of(run_apart("offsets", route), 120)
 
 
+CLUSTERS = 4096  # that a cluster route serves in one call: jax_kda.routing
+
+
+def has_clusters(route: str) -> bool:
+    return route.startswith(("c4", "c8"))
+
+
 @pytest.mark.big
-def test_state_offsets_past_32_bits(run):
-    """2,100 sequences of one tile on 64 heads: 2.2e9 elements of state in, as many out, all alike."""
-    N, H = (5, 2) if DRY else (2100, 64)
+def test_state_offsets_past_32_bits(run, route):
+    """2,100 sequences of one tile on 64 heads: 2.2e9 elements of state in, as many out, all alike. A cluster
+    route serves fewer: as many as it may, which is up to 4.7 GB of workspace.
+    """
+    N, H = (5, 2) if DRY else (CLUSTERS // 64 if has_clusters(route) else 2100, 64)
     tile = on_device(make_inputs("long", 1, 64, H, g_dtype="bfloat16"))
     want = run(**tile)
     tiled = {name: jnp.tile(tile[name], (1, N) + (1,) * (tile[name].ndim - 2)) for name in TOKENS}
@@ -313,6 +339,22 @@ def test_state_offsets_past_32_bits(run):
 
     assert bool(jnp.isfinite(want[1]).all())
     assert bool(all_alike(o, final, want))
+
+
+@pytest.mark.skipif(DRY, reason="the CUDA routes have no dry run")
+def test_a_cluster_route_says_how_many_it_serves(route):
+    """Eager and under jit, before anything is allocated."""
+    if not has_clusters(route):
+        pytest.skip("no clusters")
+    lengths = (64, *[0] * CLUSTERS)
+    inputs = small(T=64, H=1, HV=1, lengths=lengths, initial_state=False) | {"output_final_state": False}
+    arrays, rest = split(inputs)
+    for way in (forced(route), jax.jit(lambda **x: forced(route)(**x, **rest))):
+        with pytest.raises(ValueError, match=f"'{route}', but its workspace is for at most {CLUSTERS} pairs"):
+            way(**arrays, **({} if hasattr(way, "lower") else rest))
+    fewer = small(T=64, H=1, HV=1, lengths=lengths[:CLUSTERS], initial_state=False)
+    o, _ = forced(route)(**fewer | {"output_final_state": False})
+    assert same_bits(o, forced("baseline_m128")(**fewer | {"output_final_state": False})[0])
 
 
 # ---- range

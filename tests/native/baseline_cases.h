@@ -68,6 +68,8 @@ class Call {
   int tokens(int s) const { return c.offsets.empty() ? c.T : c.offsets[offset_of(s) + 1] - begin(s); }
   size_t row(int s) const { return size_t(s / row_sequences()) * c.T + begin(s); }
 
+  void set_kernel(decltype(Case::kernel) kernel) { c.kernel = kernel; }
+
   // Every row that belongs to no sequence becomes NaN.
   void poison_outside() {
     std::vector<bool> inside(size_t(c.B) * c.T);
@@ -100,10 +102,11 @@ class Call {
     emulation::on_phase = nullptr;
     if (c.kernel == Case::kM128 && !c.segment_chunks) observe_gates<M128>();
     if (c.kernel == Case::kM64) observe_gates<M64>();
-    if (c.kernel == Case::kC4M128) observe_gates<OfCluster<C4M128>::Layout>();
-    if (c.kernel == Case::kC4M64) observe_gates<OfCluster<C4M64>::Layout>();
-    if (c.kernel == Case::kC8M128) observe_gates<OfCluster<C8M128>::Layout>();
-    emulation::ranks = c.ranks();
+    const bool falls_back = c.ranks() > 2 && most_clusters == 0;
+    if (c.kernel == Case::kC4M128 && !falls_back) observe_gates<OfCluster<C4M128>::Layout>();
+    if (c.kernel == Case::kC4M64 && !falls_back) observe_gates<OfCluster<C4M64>::Layout>();
+    if (c.kernel == Case::kC8M128 && !falls_back) observe_gates<OfCluster<C8M128>::Layout>();
+    emulation::ranks = falls_back ? 1 : c.ranks();
     stand_in_sm_count = c.sm_count, a.segment_chunks = c.segment_chunks;
     a.workspace_bytes = c.segment_chunks            ? segmented_workspace_bytes(a)
                         : c.kernel == Case::kC4M128 ? c4_m128_d15_workspace(a)
@@ -363,6 +366,46 @@ void test_cluster() {
     packed.offsets = {40, -3, 90, INT32_MAX, 20}, packed.kernel = kernel;  // wrong: nothing outside is touched, and it ends
     Call(packed).run();
   }
+}
+
+// Whoever prepares a chunk and wherever its packet lies on the way, K1 and K2 are the same code on the same chunks: so are the bits.
+void test_same_bits() {
+  int i = 0;
+  for (const char* gates : {"production", "mixed", "collinear", "unbounded", "softplus"})
+    for (bool f32 : {false, true}) {
+      Case c(gates);
+      c.g_f32 = f32, c.tensor_maps = i % 3 != 2;
+      if (i % 2) c.T = 72, c.offsets = {2, 5, 5, 70}, c.state_in = DType::kBF16, c.v_first = true;
+      else c.T = std::array{530, 33, 97, 1, 200}[i / 2];
+      Call call(c);
+      call.run();
+      const Vector o = call.o, final_state = call.final_state;
+      for (auto kernel : {Case::kM64, Case::kC4M128, Case::kC4M64, Case::kC8M128}) {
+        if (kernel == Case::kC8M128 && c.T > 100) continue;  // eight blocks take the machine long
+        call.set_kernel(kernel);
+        call.run();
+        check(call.o == o && call.final_state == final_state, call.what() + ": other bits than baseline_m128's");
+      }
+      ++i;
+    }
+}
+
+// On a device without room for a cluster. Asked once in a process: this part runs alone.
+void test_fallback() {
+  most_clusters = 0;
+  for (const char* gates : {"mixed", "softplus"})
+    for (bool f32 : {false, true}) {
+      Case c(gates);
+      c.g_f32 = f32, c.T = 97;
+      Call call(c);
+      call.run();
+      const Vector o = call.o, final_state = call.final_state;
+      for (auto kernel : {Case::kC4M128, Case::kC4M64, Case::kC8M128}) {
+        call.set_kernel(kernel);
+        call.run();
+        check(call.o == o && call.final_state == final_state, call.what() + ": not what baseline_m128 gives");
+      }
+    }
 }
 
 void test_tails() {

@@ -103,6 +103,12 @@ inline int parse_number(const std::string& name, const std::string& text) {
   return int(x);
 }
 
+inline int parse_count(const std::string& name, const std::string& text) {
+  const int n = parse_number(name, text);
+  if (n < 1) throw std::invalid_argument(name + ": got " + text + ", must be 1 or more");
+  return n;
+}
+
 inline std::vector<int> parse_lengths(const std::string& text) {
   std::vector<int> lengths;
   std::stringstream parts(text);

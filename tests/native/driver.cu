@@ -1,7 +1,11 @@
 // A driver over launch.h without XLA: correctness at small shapes (for compute-sanitizer), and GPU times.
 //
-//   driver check [ROUTE]                           every gate regime and option at small shapes against the f64 token recurrence
+//   driver check [ROUTE] [--small]                 every gate regime and option at small shapes against the f64 token recurrence; --small: a dozen
+//                                                  cases, one of each kind, for the sanitizer
 //   driver guard                                   offsets of every wrong kind: must come back without touching foreign memory
+//   driver stress [ROUTE] [CALLS]                  30 shapes, CALLS calls (10000) of changing data and offsets beside other work: the bits of a quiet call
+//   driver streams [ROUTE] [ROUNDS]                two threads, a stream each: ROUNDS calls (200) at once have the bits of one at a time
+//   driver fallback                                the cluster routes on a device that holds no cluster: what runs, and that its bits are baseline_m128's
 //   driver time ROUTE GATES B T H [HV] [LENGTHS]   one shape; LENGTHS packs the T tokens: 1300,547,...
 //   driver kernels CASE...                         GPU time of each kernel of one call, described as a line of `bench` is
 //   driver bench [FILE|-] [ROUNDS] [CALLS]         the cases of FILE (or of standard input), one a line as parse_case reads it, route=ROUTE with it;
@@ -11,9 +15,18 @@
 // `bench` and `device` print JSON lines. The first is about the device; then one follows each round of a case, about all its calls so far: the last
 // one of a case is its result.
 //
-// compute-sanitizer: memcheck, initcheck and synccheck find nothing. racecheck reports hazards between K1's writes and K2's reads: it does not follow
-// a warp's writes through __syncwarp and the arrival of one lane for all, nor bar.arrive. With every lane arriving (and counted) and bar.sync in
-// place of bar.arrive it reports none, in both schemes.
+// Built with the kernels, from the root of the tree (bench/native.py builds it too; --wrap is for `fallback` alone):
+//
+//   nvcc -std=c++20 -O3 -lineinfo -gencode arch=compute_90a,code=sm_90a '-DJAX_KDA_ARCHITECTURES="90a"'
+//        -Xlinker --wrap=cudaOccupancyMaxActiveClusters -o driver tests/native/driver.cu csrc/*.cu
+//
+// compute-sanitizer, for each ROUTE and TOOL of memcheck, initcheck, synccheck, racecheck; under a minute each:
+//
+//   compute-sanitizer --tool TOOL --error-exitcode 3 ./driver check ROUTE --small
+//
+// memcheck, initcheck and synccheck find nothing. racecheck reports hazards between K1's writes and K2's reads: it does not follow a warp's writes
+// through __syncwarp and the arrival of one lane for all, nor bar.arrive. With every lane arriving (and counted) and bar.sync in place of bar.arrive
+// it reports none, in both schemes.
 //
 // Every output is poisoned with NaN bits before a checked call. Exit status 1 where something is wrong, 2 where it could not be tried; a case that
 // hangs ends the process with a signal.
@@ -23,11 +36,10 @@
 #include <iostream>
 
 #include "reference.cuh"
+#include "stress.cuh"
 #include "timing.cuh"
 
 namespace {
-
-constexpr unsigned kPatience = 60;  // seconds, for one case
 
 Errors run_checked(Call& call, Route route) {
   call.prepare(route);
@@ -37,7 +49,30 @@ Errors run_checked(Call& call, Route route) {
   return judge(call.a);
 }
 
-int check(Route route) {
+// One case of each kind.
+std::vector<Case> small_cases() {
+  std::vector<Case> cases;
+  for (const char* gates : {"slow", "unbounded"}) {  // a scheme each
+    const bool bounded = cases.empty();
+    cases.push_back({gates, 1, 33, 1, 1});
+    Case f32 = {gates, 1, 65, 1, 2};
+    f32.g_dtype = f32.beta_dtype = DType::kF32;
+    cases.push_back(f32);
+    Case packed = {gates, 1, 98, 1, 1, {33, 0, 1, 64}};
+    packed.state_in = packed.state_out = DType::kBF16, packed.v_first = true;
+    cases.push_back(packed);
+    cases.push_back({gates, 1, 60, 1, 1, {20, 31}});
+    Case segments = {gates, 1, 110, 1, 1};
+    segments.segment_chunks = 1;
+    cases.push_back(segments);
+    Case plain = {bounded ? "production" : "softplus", 2, 40, 2, 2};
+    plain.l2norm = false, plain.beta_mode = BetaMode::kPlain, plain.has_state = false;
+    cases.push_back(plain);
+  }
+  return cases;
+}
+
+std::vector<Case> all_cases() {
   std::vector<Case> cases;
   for (const auto& gates : kGates) {
     for (int T : {1, 31, 32, 33, 257}) cases.push_back({gates.name, 1, T, 1, 1});
@@ -70,6 +105,10 @@ int check(Route route) {
   Case doubled = {"none", 1, 257, 1, 1};
   doubled.beta_mode = BetaMode::kSigmoidDoubled;
   cases.push_back(doubled);
+  return cases;
+}
+
+int check(Route route, const std::vector<Case>& cases) {
   int bad = 0;
   unsigned seed = std::random_device{}();
   std::printf("seed %u\n%-11s %4s %4s %2s %2s  %-22s %9s %9s\n", seed, "gates", "B", "T", "H", "HV", "options", "err o", "err state");
@@ -77,7 +116,7 @@ int check(Route route) {
     alarm(kPatience);
     Call call(c, seed++);
     const Errors e = run_checked(call, route);
-    const double bar = c.gates == "collinear" ? 3e-2 : c.beta_mode == BetaMode::kSigmoidDoubled ? 8e-3 : 6e-3;
+    const double bar = error_bar(c);
     // A bf16 state adds one rounding of its own (up to 2^-9); T = 1 has no average to hide behind.
     const bool ok = e.o <= bar && e.state <= bar;
     bad += !ok;
@@ -250,13 +289,18 @@ int bench(std::istream& from, int rounds, int calls) {
 int run(const std::vector<std::string>& words) {
   auto word = [&](size_t i, const char* otherwise) { return i < words.size() ? words[i] : std::string(otherwise); };
   const std::string what = word(0, "check");
-  if (what == "check") return check(route_of(word(1, "baseline_m128")));
+  if (what == "check") {
+    const bool small = !words.empty() && words.back() == "--small";
+    return check(route_of(words.size() > (small ? 2u : 1u) ? words[1] : "baseline_m128"), small ? small_cases() : all_cases());
+  }
   if (what == "guard") return guard();
+  if (what == "stress") return stress(route_of(word(1, "baseline_m128")), parse_count("CALLS", word(2, "10000")));
+  if (what == "streams") return streams(route_of(word(1, "baseline_m128")), parse_count("ROUNDS", word(2, "200")));
+  if (what == "fallback") return fallback();
   if (what == "device") return print_device(0.), 0;
   if (what == "bench") {
     const std::string path = word(1, "-");
-    const int rounds = parse_number("ROUNDS", word(2, "2")), calls = parse_number("CALLS", word(3, "20"));
-    if (rounds < 1 || calls < 1) throw std::invalid_argument("ROUNDS and CALLS must be 1 or more");
+    const int rounds = parse_count("ROUNDS", word(2, "2")), calls = parse_count("CALLS", word(3, "20"));
     if (path == "-") return bench(std::cin, rounds, calls);
     std::ifstream file(path);
     if (!file) throw std::invalid_argument("cannot read " + path);
@@ -274,7 +318,8 @@ int run(const std::vector<std::string>& words) {
     for (size_t i = 1; i < words.size(); ++i) line += words[i] + " ";
     return kernels(line);
   }
-  std::fprintf(stderr, "usage: driver check [ROUTE] | guard | time ROUTE GATES B T H [HV] [LENGTHS] | kernels CASE... | bench [FILE|-] [ROUNDS] [CALLS] | device\n");
+  std::fprintf(stderr, "usage: driver check [ROUTE] [--small] | guard | stress [ROUTE] [CALLS] | streams [ROUTE] [ROUNDS] | fallback |\n"
+                       "              time ROUTE GATES B T H [HV] [LENGTHS] | kernels CASE... | bench [FILE|-] [ROUNDS] [CALLS] | device\n");
   return 2;
 }
 

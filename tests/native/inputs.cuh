@@ -194,6 +194,8 @@ class Call {
   }
 
   void set_offsets(const std::vector<int32_t>& offsets) { a.offsets = upload(offsets); }
+  size_t o_bytes() const { return o_bytes_; }
+  size_t state_bytes() const { return state_bytes_; }
 
   // The workspace of a route, in place of the one before.
   void prepare(Route route) {

@@ -131,6 +131,9 @@ struct Errors {  // relative, Frobenius, over all heads and sequences
   double o = NAN, state = NAN;
 };
 
+// What both may be at most.
+inline double error_bar(const Case& c) { return c.gates == "collinear" ? 3e-2 : c.beta_mode == BetaMode::kSigmoidDoubled ? 8e-3 : 6e-3; }
+
 // Of o and final_state as they are on the device now. Offsets must be valid.
 inline Errors judge(const PrefillArgs& a) {
   const size_t blocks = size_t(a.B) * a.N * a.HV * kSlices;
