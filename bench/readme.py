@@ -73,8 +73,31 @@ def _peers(folder: Path) -> str:
         f"Microseconds, all in one process ({', '.join(packages)}). `cudnn_exact` gets prepared inputs: the "
         "passes that make them are not in its figure."
     )
+    text += _untimed(records.PEERS, folder)
     source = f"Rows: `bench/results/{records.PEERS}`; {records.provenance(found, folder)}."
     return "\n\n".join([_wrap(text), tables.peers(found, figures.README_SETS), _wrap(source)])
+
+
+def _untimed(file: str, folder: Path) -> str:
+    """A sentence for each route that has a row without a figure."""
+    return "".join(
+        f" Without a time, `{route}`: {'; '.join(why)}."
+        for route, why in records.failed(file, folder).items()
+    )
+
+
+def _decode_peers(folder: Path) -> str:
+    found = records.load(records.DECODE_PEERS, folder)
+    if not found:
+        return records.missing(records.DECODE_PEERS)
+    packages = sorted({row["package"] for row in found if row["package"]})
+    text = (
+        f"A step of one token in microseconds beside {', '.join(packages)}, in one process: its fused "
+        "recurrent call, and its kernel with the state updated in place."
+    )
+    text += _untimed(records.DECODE_PEERS, folder)
+    source = f"Rows: `bench/results/{records.DECODE_PEERS}`; {records.provenance(found, folder)}."
+    return "\n\n".join([_wrap(text), tables.peers(found, (), ("production",)), _wrap(source)])
 
 
 def _speedup(folder: Path) -> str:
@@ -156,6 +179,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "speedup": _speedup,
     "peers": _peers,
     "decode": _decode,
+    "decode_peers": _decode_peers,
     "routes": _routes,
     "accuracy": _accuracy,
     "formats": _formats,

@@ -20,12 +20,14 @@ from .shapes import SETS, Case, Shape
 
 __all__ = [
     "DECODE",
+    "DECODE_PEERS",
     "FOLDER",
     "PEERS",
     "PREFILL",
     "auto_route",
     "best",
     "date",
+    "failed",
     "gpu_tests",
     "group",
     "is_stale",
@@ -41,16 +43,32 @@ __all__ = [
 
 FOLDER = ROOT / "bench" / "results"
 PREFILL, PEERS, DECODE = "h200-prefill.json", "h200-peers.json", "h200-decode.json"
+DECODE_PEERS = "h200-decode-peers.json"
 REGIONS = "h200-regions.json"
 GPU_TESTS, PUBLISHED, FORMATS = "gpu-tests.json", "published.json", "number-formats.json"
 
-_MADE_BY = {PREFILL: "python -m bench.prefill", PEERS: "python -m bench.peers"}
+_MADE_BY = {
+    PREFILL: "python -m bench.prefill",
+    PEERS: "python -m bench.peers",
+    DECODE_PEERS: "python -m bench.peers",
+}
 
 
 def load(name: str, folder: Path = FOLDER) -> list[Row]:
     """The right rows of a result file; none where there is no such file. A wrong result is no figure."""
     path = folder / name
     return [row for row in rows.read(path) if rows.is_right(row)] if path.is_file() else []
+
+
+def failed(name: str, folder: Path = FOLDER) -> dict[str, list[str]]:
+    """By route, why rows of a result file have no figures, each reason once."""
+    path = folder / name
+    why: dict[str, list[str]] = {}
+    for row in rows.failures(path) if path.is_file() else []:
+        reasons = why.setdefault(row["route"], [])
+        if row["failed"] not in reasons:
+            reasons.append(row["failed"])
+    return why
 
 
 def missing(name: str) -> str:

@@ -21,7 +21,7 @@ from jax_kda import routing
 # `pytest` alone, unlike `python -m pytest`, does not look there.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import compare, native, peers, prefill, rows, shapes, wall
+from bench import compare, native, prefill, rows, shapes, wall
 from bench.shapes import Case, Shape
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -163,9 +163,7 @@ def test_a_run(fake: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert re.fullmatch("[0-9a-f]{16}", row["digest"])
     printed = capsys.readouterr()
     assert "no wall times: not in a test" in printed.err
-    assert re.search(
-        r"^seed +1x2048x1 +production +segmented +20\.5 +19\.5 +- +0\.6 +3% ", printed.out, re.M
-    )
+    assert re.search(r"^seed +1x2048x1 +production +segmented +20\.5 +19\.5 +- +0\.6 +3% ", printed.out, re.M)
 
 
 def test_quick_keeps_no_file_and_one_round(
@@ -334,16 +332,6 @@ def test_wall_inputs_have_one_regime_whatever_the_gate(gates: str) -> None:
 
 def test_wall_time_is_a_time() -> None:
     assert wall.wall_us(Case(Shape(1, 64, 1, 1), "slow", "xla")) > 1
-
-
-def test_peers_that_are_not_there_are_skipped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert peers.main([]) == 2
-    err = capsys.readouterr().err
-    assert all(f"skipped {name}: " in err for name in peers.PEERS)
-    assert "no peer is installed" in err
 
 
 def test_the_cache_and_the_compiler_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

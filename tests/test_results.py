@@ -89,7 +89,13 @@ def test_the_readme_is_in_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "file"), [("prefill", records.PREFILL), ("peers", records.PEERS), ("decode", records.DECODE)]
+    ("name", "file"),
+    [
+        ("prefill", records.PREFILL),
+        ("peers", records.PEERS),
+        ("decode", records.DECODE),
+        ("decode_peers", records.DECODE_PEERS),
+    ],
 )
 def test_times_in_the_readme_are_rows(name: str, file: str) -> None:
     found = records.load(file)
@@ -142,9 +148,17 @@ def test_no_figure_stands_outside_the_marked_blocks() -> None:
 def test_every_kind_of_row_fits_the_readme(fake: Path) -> None:
     text = readme.rewritten(README, fake)
     assert readme.rewritten(text, fake) == text
-    for name, file in (("prefill", records.PREFILL), ("peers", records.PEERS), ("decode", records.DECODE)):
+    for name, file in (
+        ("prefill", records.PREFILL),
+        ("peers", records.PEERS),
+        ("decode", records.DECODE),
+        ("decode_peers", records.DECODE_PEERS),
+    ):
         assert check_times(block(name, text), records.load(file, fake)) >= 10
         assert "No rows" not in block(name, text)
+    assert "Without a time, `fla_recurrent`: RuntimeError: out of luck." in " ".join(
+        block("decode_peers", text).split()
+    )
     head, lines = cells(block("speedup", text))
     assert head[:2] == ["B x T x H", "fastest"]
     assert len(lines) == 6
@@ -156,7 +170,9 @@ def test_every_kind_of_row_fits_the_readme(fake: Path) -> None:
 
 def test_nothing_measured_yet_is_said(tmp_path: Path) -> None:
     text = readme.rewritten(README, tmp_path)
-    for name in ("figure", "prefill", "peers", "decode", "accuracy", "speedup", "formats"):
+    for name in (
+        "figure", "prefill", "peers", "decode", "decode_peers", "accuracy", "speedup", "formats",
+    ):  # fmt: skip
         assert "No rows yet" in block(name, text)
 
 
@@ -207,10 +223,24 @@ def test_regions_in_the_readme() -> None:
 
 @pytest.mark.parametrize("path", sorted(records.FOLDER.glob("h200-*.json")), ids=lambda p: p.name)
 def test_result_files_are_whole(path: Path) -> None:
-    found = rows.read(path)
+    found, failed = rows.read(path), rows.failures(path)
     assert found
     assert all(map(rows.is_right, found))
-    assert len({rows.identity(row) for row in found}) == len(found)
+    assert len({rows.identity(row) for row in (*found, *failed)}) == len(found) + len(failed)
+    assert all(row["package"] for row in failed), "ours have figures"
+
+
+def test_decode_is_faster_than_the_peer_everywhere() -> None:
+    """At every (N, HV) of {1, 8, 64, 256} x {8, 32, 64}, in one process."""
+    if not (found := records.load(records.DECODE_PEERS)):
+        pytest.skip("not measured yet: python -m bench.peers")
+    times: dict[tuple[int, int], dict[str, float]] = {}
+    for row in found:
+        times.setdefault((row["B"], row["HV"]), {})[row["route"]] = row["median_us"]
+    assert set(times) == {(N, HV) for N in (1, 8, 64, 256) for HV in (8, 32, 64)}
+    for of in times.values():
+        assert len(of) > 1
+        assert min(of, key=of.__getitem__) == "decode"
 
 
 # ------------------------------------------------------------------------------------------ figures
