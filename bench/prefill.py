@@ -31,7 +31,7 @@ from . import native, progress, rows
 from .digest import ROOT, digest
 from .shapes import FOLDED_GATES, GATES, HEAD_SIZE, SETS, Case, Shape, cases, floor_us, parse_names
 
-__all__ = ["main", "provenance", "resolve"]
+__all__ = ["main", "measure", "provenance", "resolve", "row"]
 
 RESULT = ROOT / "bench" / "results" / "h200-prefill.json"
 DRY_COPY_RATE = 4.3e12  # of an H200, where none is there to be measured
@@ -63,12 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     major, minor = facts["compute_capability"]
     wanted = resolve(asked, routing.Device("cuda", facts["gpu"], (major, minor), facts["sm_count"]))
-    measured, copy_rate, complete = _measure(driver, wanted, 1 if options.quick else 2, options.calls)
+    measured, copy_rate, complete = measure(driver, wanted, 1 if options.quick else 2, options.calls)
     timed = [case for case in wanted if case in measured]
     walls = {} if options.quick or options.no_walls else _walls(timed)
     common = provenance(facts, options.commit) | {"copy_rate": copy_rate}
     found = [
-        _row(name, case, measured[case], walls.get(case), common)
+        row(name, case, measured[case], walls.get(case), common)
         for name in sets
         for case in timed
         if case.shape in SETS[name]
@@ -155,7 +155,7 @@ def _problem(s: Shape) -> contract.Problem:
     )
 
 
-def _measure(
+def measure(
     driver: Path, wanted: Sequence[Case], rounds: int, calls: int
 ) -> tuple[dict[Case, dict[str, Any]], float, bool]:
     """The driver's result of each case, the copy rate, and whether nothing is missing."""
@@ -196,7 +196,7 @@ def _walls(timed: Sequence[Case]) -> dict[Case, float]:
     }
 
 
-def _row(name: str, case: Case, said: dict[str, Any], wall_us: float | None, common: rows.Row) -> rows.Row:
+def row(name: str, case: Case, said: dict[str, Any], wall_us: float | None, common: rows.Row) -> rows.Row:
     def finite(x: float) -> float | None:
         return x if math.isfinite(x) else None
 

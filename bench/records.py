@@ -44,7 +44,7 @@ __all__ = [
 FOLDER = ROOT / "bench" / "results"
 PREFILL, PEERS, DECODE = "h200-prefill.json", "h200-peers.json", "h200-decode.json"
 DECODE_PEERS = "h200-decode-peers.json"
-REGIONS = "h200-regions.json"
+REGIONS, RANDOM = "h200-regions.json", "h200-random.json"
 GPU_TESTS, PUBLISHED, FORMATS = "gpu-tests.json", "published.json", "number-formats.json"
 
 _MADE_BY = {

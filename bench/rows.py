@@ -15,6 +15,7 @@ __all__ = [
     "KEYS",
     "Row",
     "check",
+    "columns",
     "error_bar",
     "failures",
     "identity",

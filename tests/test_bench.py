@@ -21,7 +21,7 @@ from jax_kda import routing
 # `pytest` alone, unlike `python -m pytest`, does not look there.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import compare, native, prefill, rows, shapes, wall
+from bench import compare, native, prefill, random_points, rows, shapes, wall
 from bench.shapes import Case, Shape
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -211,6 +211,43 @@ def test_auto_is_what_routing_says() -> None:
     assert [c.route for c in prefill.resolve([case], routing.CPU)] == ["xla"]
     forced = Case(case.shape, "slow", "baseline_m128_warp_engine")
     assert prefill.resolve([forced], routing.H200) == [forced]
+
+
+# ------------------------------------------------------------------------------------------ random shapes
+
+
+def test_random_shapes() -> None:
+    found = random_points.draw(3, 60)
+    assert found == random_points.draw(3, 60) != random_points.draw(4, 60)
+    assert len(set(found)) == 60
+    packed = [s for s in found if s.lengths]
+    assert 10 <= len(packed) <= 20
+    tokens = [s.T // s.sequences if s.lengths else s.T for s in found]
+    assert min(tokens) < 500
+    assert max(tokens) > 100_000
+    for s, length in zip(found, tokens, strict=True):
+        assert 1 <= s.sequences * s.HV <= 512
+        assert s.sequences * s.HV * length <= 1 << 21
+        assert s not in shapes.SETS["regions"]
+        assert not s.lengths or (s.B == 1 and sum(s.lengths) == s.T and min(s.lengths) > 0)
+
+
+def test_a_run_over_random_shapes(fake: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "result.json"
+    words = ["--seed", "5", "--points", "4", "--out", str(out), "--driver", str(fake())]
+    assert random_points.main([*words, "--routes", "baseline_m128,segmented"]) == 0
+    found = rows.read(out)
+    assert len(found) == 8
+    assert {row["set"] for row in found} == {"random, seed 5"}
+    assert "the worst ratio 1.000; 8 rows" in capsys.readouterr().out
+    for row in found:
+        if row["route"] != prefill.resolve([Case(rows.shape(row), "slow", "auto")], routing.H200)[0].route:
+            row["median_us"] /= 2
+    assert {ratio for ratio, _, _ in random_points.ratios(found).values()} <= {2.0}
+    assert random_points.main([*words, "--dry"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 * 5
+    assert len({line.split(" ", 1)[1] for line in lines}) == 4
 
 
 # ------------------------------------------------------------------------------------------ files and tables

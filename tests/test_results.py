@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import fake_rows
 
-from bench import figures, notebook, number_formats, readme, records, rows, tables
+from bench import figures, notebook, number_formats, random_points, readme, records, rows, tables
 from jax_kda import regions
 
 README = readme.README.read_text()
@@ -228,6 +228,16 @@ def test_result_files_are_whole(path: Path) -> None:
     assert all(map(rows.is_right, found))
     assert len({rows.identity(row) for row in (*found, *failed)}) == len(found) + len(failed)
     assert all(row["package"] for row in failed), "ours have figures"
+
+
+def test_auto_is_near_the_best_route_where_nobody_chose_the_shape() -> None:
+    """Nowhere more than 10 % slower than the best forced route, on 60 points drawn off the grid."""
+    if not (found := records.load(records.RANDOM)):
+        pytest.skip("not measured yet: python -m bench.random_points")
+    found_ratios = random_points.ratios(found)
+    assert len(found_ratios) >= 60
+    worst = max(found_ratios, key=lambda shape: found_ratios[shape][0])
+    assert found_ratios[worst][0] <= 1.10, (str(worst), found_ratios[worst])
 
 
 def test_decode_is_faster_than_the_peer_everywhere() -> None:
