@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import figures, records, rows, shapes, tables
+from . import figures, records, roofline, rows, shapes, tables
 from .digest import ROOT
 
 __all__ = ["BLOCKS", "main", "rewritten"]
@@ -123,6 +123,27 @@ def _speedup(folder: Path) -> str:
     return "\n\n".join([*parts, _wrap(source)])
 
 
+def _roofline(folder: Path) -> str:
+    prototypes = records.prototypes(folder)
+    grid, kernels = records.load(records.REGIONS, folder), records.load(records.KERNELS, folder)
+    if not prototypes or not (table := roofline.table(grid, kernels, prototypes)):
+        return records.missing(records.REGIONS)
+    text = (
+        f"Cycles that pass for 16 tokens of a head, at {prototypes['clock_mhz'] / 1e3:.2f} GHz: measured "
+        "times through that clock, a route's from the slope between two lengths. One task: one sequence and "
+        "head. GPU full: as many as it holds at once, for which the floor is the time that the memory needs. "
+        f"Prototypes: {prototypes['source']}; beside a route stands what they promised for it."
+    )
+    sources = [f"`bench/results/{records.PROTOTYPES}`"]
+    for file, found in ((records.REGIONS, grid), (records.KERNELS, kernels)):
+        if found:
+            sources.append(f"`bench/results/{file}`; {records.provenance(found, folder)}")
+    source = f"Rows: {'; '.join(sources)}."
+    if not kernels:
+        source += f" {records.missing(records.KERNELS)}"
+    return "\n\n".join([_wrap(text), table, _wrap(source)])
+
+
 def _decode(folder: Path) -> str:
     found = [row for row in records.load(records.DECODE, folder) if row["gates"] == "production"]
     if not found:
@@ -177,6 +198,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "figure": _figure,
     "prefill": _prefill,
     "speedup": _speedup,
+    "roofline": _roofline,
     "peers": _peers,
     "decode": _decode,
     "decode_peers": _decode_peers,

@@ -34,6 +34,7 @@ __all__ = [
     "load",
     "missing",
     "number_formats",
+    "prototypes",
     "provenance",
     "published",
     "routes",
@@ -44,13 +45,15 @@ __all__ = [
 FOLDER = ROOT / "bench" / "results"
 PREFILL, PEERS, DECODE = "h200-prefill.json", "h200-peers.json", "h200-decode.json"
 DECODE_PEERS = "h200-decode-peers.json"
-REGIONS, RANDOM = "h200-regions.json", "h200-random.json"
+REGIONS, RANDOM, KERNELS = "h200-regions.json", "h200-random.json", "h200-kernels.json"
 GPU_TESTS, PUBLISHED, FORMATS = "gpu-tests.json", "published.json", "number-formats.json"
+PROTOTYPES = "prototypes.json"
 
 _MADE_BY = {
     PREFILL: "python -m bench.prefill",
     PEERS: "python -m bench.peers",
     DECODE_PEERS: "python -m bench.peers",
+    KERNELS: "python -m bench.kernels",
 }
 
 
@@ -90,6 +93,11 @@ def number_formats(folder: Path = FOLDER) -> dict[str, Any]:
 def published(folder: Path = FOLDER) -> dict[str, Any]:
     """Figures that others published, with where they stand."""
     return _read(folder / PUBLISHED)
+
+
+def prototypes(folder: Path = FOLDER) -> dict[str, Any]:
+    """What the kernels' prototypes took, and the clock that figures in cycles are for."""
+    return _read(folder / PROTOTYPES)
 
 
 def _read(path: Path) -> dict[str, Any]:

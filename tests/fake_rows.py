@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from bench import records, rows, shapes
@@ -35,7 +36,7 @@ def row(name: str, shape: Shape, gates: str, route: str, us: float) -> rows.Row:
 
 
 def write(folder: Path) -> None:
-    """h200-prefill.json, h200-peers.json, h200-decode.json and h200-decode-peers.json."""
+    """Every file of rows that the README and the figures show."""
 
     def us(shape: Shape, factor: float) -> float:
         longest = max(shape.lengths or (shape.T,))
@@ -77,7 +78,21 @@ def write(folder: Path) -> None:
     for key in rows.FIGURES:
         del failure[key]
     steps.append(failure | {"failed": "RuntimeError: out of luck"})
+    regions = [
+        row("regions", Shape(1, T, H, H), "slow", route, 5 + factor * T / 13)
+        for route, factor in OURS.items()
+        for H in (1, 30, 66, 132)
+        for T in (2048, 4096)
+    ]
+    kernels = [
+        row("kernels", Shape(1, 8192, H, H), "slow", f"segmented: {name}", us) | {"kernels": [name]}
+        for H in (64, 132)
+        for name, us in (("packets_kernel<true, false>", 3.0 * H), ("outputs_kernel<E, 2>", 2.0 * H))
+    ]
+    shutil.copy(records.FOLDER / records.PROTOTYPES, folder)
     for file, found in (
+        (records.REGIONS, regions),
+        (records.KERNELS, kernels),
         (records.PREFILL, prefill),
         (records.PEERS, peers),
         (records.DECODE, decode),

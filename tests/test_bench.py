@@ -21,7 +21,7 @@ from jax_kda import routing
 # `pytest` alone, unlike `python -m pytest`, does not look there.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import compare, native, prefill, random_points, rows, shapes, wall
+from bench import compare, kernels, native, prefill, random_points, rows, shapes, wall
 from bench.shapes import Case, Shape
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -211,6 +211,37 @@ def test_auto_is_what_routing_says() -> None:
     assert [c.route for c in prefill.resolve([case], routing.CPU)] == ["xla"]
     forced = Case(case.shape, "slow", "baseline_m128_warp_engine")
     assert prefill.resolve([forced], routing.H200) == [forced]
+
+
+# ------------------------------------------------------------------------------------------ kernels of a call
+
+
+def test_kernels_of_a_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    driver, out = tmp_path / "driver", tmp_path / "kernels.json"
+    driver.write_text(
+        FAKE.format(python=sys.executable, ratio=1.0, wrong="nothing", fails="nothing", status=0).replace(
+            'print(json.dumps(device | {"copy_rate": 4.3e12}))',
+            """if sys.argv[1] == "kernels":
+    print("     120.5 us  packets_kernel<true, false>\\n     200.0 us  outputs_kernel<E, 2>")
+    print("   318.9 us the call, 320.5 us the sum, err 4.00e-03 3.00e-03: " + " ".join(sys.argv[2:]))
+    sys.exit()
+print(json.dumps(device | {"copy_rate": 4.3e12}))""",
+        )
+    )
+    driver.chmod(0o755)
+    assert kernels.main(["--driver", str(driver), "--out", str(out)]) == 0
+    found = rows.read(out)
+    assert [(row["HV"], row["route"], row["median_us"]) for row in found] == [
+        (heads, f"segmented: {name}", us)
+        for heads in (64, 132)
+        for name, us in (("packets_kernel<true, false>", 120.5), ("outputs_kernel<E, 2>", 200.0))
+    ]
+    assert found[0]["kernels"] == ["packets_kernel<true, false>"]
+    capsys.readouterr()
+    driver.write_text("#!/bin/sh\nexit 2\n")
+    assert kernels.main(["--driver", str(driver), "--out", str(out)]) == 2
+    with pytest.raises(native.DriverError, match="names no kernels"):
+        kernels.parse("nothing")
 
 
 # ------------------------------------------------------------------------------------------ random shapes

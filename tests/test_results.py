@@ -127,6 +127,35 @@ def test_the_accuracy_in_the_readme_is_what_the_gpu_tests_found() -> None:
     assert count >= 10
 
 
+def check_roofline(text: str, folder: Path) -> int:
+    """Every figure of the roofline is a row's, through the clock. Returns how many."""
+    head, lines = cells(text)
+    assert head[1:] == ["one task", "GPU full", "tasks then", "floor then", "prototypes"]
+    clock = records.prototypes(folder)["clock_mhz"]
+    grid, kernels = rows.read(folder / records.REGIONS), records.load(records.KERNELS, folder)
+    count = 0
+    for name, one, full, tasks, floor, _ in lines:
+        assert floor == f"{16 * clock * 1282 * int(tasks) / grid[0]['copy_rate'] * 1e6:.0f}"
+        if route := re.search(r"`(\w+)`$", name):
+            for heads, cell in (("1", one), (tasks, full)):
+                times = {
+                    r["T"]: r["median_us"] for r in grid if (r["route"], r["HV"]) == (route[1], int(heads))
+                }
+                T = max(T for T in times if T <= 8192)
+                assert cell == f"{(times[T] - times[T // 2]) / (T // 2) * 16 * clock:.0f}"
+                count += 1
+        else:
+            kernel = "packets_kernel" if name.startswith("K1") else "outputs_kernel"
+            (row,) = (r for r in kernels if r["HV"] == int(tasks) and r["kernels"][0].startswith(kernel))
+            assert (one, full) == ("", f"{row['median_us'] / row['T'] * 16 * clock:.0f}")
+            count += 1
+    return count
+
+
+def test_the_roofline_in_the_readme_is_rows() -> None:
+    assert check_roofline(block("roofline"), records.FOLDER) >= 8
+
+
 @pytest.mark.parametrize("form", number_formats.FORMATS)
 def test_the_number_formats_in_the_readme_are_what_the_model_finds(form: str) -> None:
     head, lines = cells(block("formats"))
@@ -159,6 +188,7 @@ def test_every_kind_of_row_fits_the_readme(fake: Path) -> None:
     assert "Without a time, `fla_recurrent`: RuntimeError: out of luck." in " ".join(
         block("decode_peers", text).split()
     )
+    assert check_roofline(block("roofline", text), fake) == 3 + 2 * 3  # no pair among the fake routes
     head, lines = cells(block("speedup", text))
     assert head[:2] == ["B x T x H", "fastest"]
     assert len(lines) == 6
@@ -171,7 +201,7 @@ def test_every_kind_of_row_fits_the_readme(fake: Path) -> None:
 def test_nothing_measured_yet_is_said(tmp_path: Path) -> None:
     text = readme.rewritten(README, tmp_path)
     for name in (
-        "figure", "prefill", "peers", "decode", "decode_peers", "accuracy", "speedup", "formats",
+        "figure", "prefill", "peers", "decode", "decode_peers", "roofline", "accuracy", "speedup", "formats",
     ):  # fmt: skip
         assert "No rows yet" in block(name, text)
 
