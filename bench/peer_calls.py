@@ -35,7 +35,7 @@ class Peer:
     module: str  # that must be importable
     make: Callable[[Shape, dict[str, Any]], Call]  # from arrays by the names of kda_prefill's arguments
     v_first: bool = False  # the state that comes back is [N, HV, V, K]
-    compiles: bool = False  # and tunes for every number of heads: bench/peers_warm.py
+    tunes: bool = False  # compiles, and chooses among, many kernels for every number of heads
 
 
 def importable(peers: dict[str, Peer]) -> tuple[dict[str, str], dict[str, str]]:
@@ -151,7 +151,7 @@ def _cudnn(plan: str, shape: Shape, x: dict[str, Any], options: dict[str, Any]) 
 _CUDNN = ("nvidia-cudnn-frontend", "cudnn.linear_attention.ops")
 
 PEERS = {
-    "fla": Peer("fla-core", "fla.ops.kda", _fla, compiles=True),
+    "fla": Peer("fla-core", "fla.ops.kda", _fla, tunes=True),
     "cudnn_fused": Peer(*_CUDNN, _cudnn_fused, v_first=True),
     "cudnn_exact": Peer(*_CUDNN, _cudnn_exact, v_first=True),
 }

@@ -232,23 +232,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     common["copy_rate"] = library.copy_rate()
     run = _Run(library, options.calls, options.budget, common, there)
 
-    # Every shape once, and first what compiles little: a run that ends early has most of the table.
-    shapes = {shape: None for name in sets for shape in PEER_SETS[name]}
-    ours = prefill.resolve(
-        [Case(s, g, r) for s in shapes for r in options.routes.split(",") for g in gates], gpu
-    )
+    # Every shape once, and first what does not tune: a run that ends early has most of the table.
+    shapes = [*{shape: None for name in sets for shape in PEER_SETS[name]}]
+    asked = [Case(s, g, r) for s in shapes for r in options.routes.split(",") for g in gates]
     quick: dict[tuple[Shape, str], list[str]] = {}
-    for case in ours:
+    for case in prefill.resolve(asked, gpu):
         quick.setdefault((case.shape, case.gates), []).append(case.route)
-    slow = {key: [n for n in PEERS if n in there and PEERS[n].compiles] for key in quick}
+    slow = {key: [n for n in PEERS if n in there and PEERS[n].tunes] for key in quick}
     for names in quick.values():
-        names += [n for n in PEERS if n in there and not PEERS[n].compiles]
+        names += [n for n in PEERS if n in there and not PEERS[n].tunes]
     steps = [] if options.no_decode else [n for n in DECODE_PEERS if n in there]
-    compiled = [name for name in PEERS if name in there and PEERS[name].compiles and shapes]
-    run.bar.total = sum(map(len, (*quick.values(), *slow.values())))
-    if steps:
-        run.bar.total += len(STEPS) * (1 + len(steps))
+    run.bar.total = sum(map(len, (*quick.values(), *slow.values()))) + (
+        len(STEPS) * (1 + len(steps)) if steps else 0
+    )
+    compiled = {n: shapes if n in PEERS else STEPS for n in there if n not in DECODE_PEERS or n in steps}
     with run.bar, torch.inference_mode():
+        said = ""
+        for said in peers_warm.ahead(compiled, options.budget / 2):
+            run.bar.set_description(said)
+        if "stopped" in said:
+            tqdm.write(said, file=sys.stderr)
         run.out = options.out
         run.prefill(quick, sets)
         prefilled, run.found = run.found, []
@@ -256,10 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run.out = options.decode_out
             run.decode(steps)
         decoded, run.found, run.out = run.found, prefilled, options.out
-        for name in compiled:
-            run.bar.set_description(f"{name} compiles")
-            for done in peers_warm.ahead(name, [*shapes], max(0.0, 0.7 * run.left())):
-                run.bar.set_postfix_str(f"{done} processes done")
+        if any(slow.values()):
             peers_warm.brief()
         run.prefill(slow, sets)
     found = sorted(run.found, key=lambda row: sets.index(row["set"]))

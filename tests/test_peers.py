@@ -87,7 +87,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(peers, "Library", Library)
     monkeypatch.setattr(peers, "importable", lambda wanted: ({name: f"{name} 1" for name in wanted}, {}))
-    monkeypatch.setattr(peers_warm, "ahead", lambda *_: iter(range(3)))
+    monkeypatch.setattr(peers_warm, "ahead", lambda *_: iter(["1 of 2", "1 processes were stopped"]))
     monkeypatch.setattr(peers_warm, "brief", lambda: None)
 
     def works(shape: Shape, x: dict[str, Any]) -> Any:
@@ -99,7 +99,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     for table in (PEERS, DECODE_PEERS):
         for name in table:
             make = never if name == "cudnn_exact" else works
-            monkeypatch.setitem(table, name, Peer("package", "module", make, compiles=name == "fla"))
+            monkeypatch.setitem(table, name, Peer("package", "module", make, tunes=name == "fla"))
 
 
 def run(tmp_path: Path, *words: str) -> tuple[int, Path, Path]:
@@ -172,14 +172,24 @@ def test_failures_are_rows_without_figures(tmp_path: Path, stand_ins: None) -> N
             rows.check(row | change)
 
 
-def test_the_processes_that_compile_share_the_variants() -> None:
-    commands = peers_warm._commands("fla", [*peers.BRIEF, Shape(1, 64, 8, 8, (32, 32))])
-    assert {tuple(words[3:]) for words in commands} == {
-        ("1x512x8", "1x8192x8"), ("1x2048x1", "1x4096x1"), ("1x8192x64",), ("1x8192x96",),
-    }  # fmt: skip
-    for words in commands:
-        parts = int(words[2])
-        assert int(words[1]) in range(parts)
-        assert [w[1:3] for w in commands if w[3:] == words[3:]] == [
-            [str(n), str(parts)] for n in range(parts)
-        ]
+def test_the_processes_that_compile_share_the_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    packed = Shape(1, 64, 8, 8, (32, 32))
+    wanted = {"fla": [*peers.BRIEF, packed], "cudnn_fused": peers.BRIEF, "fla_recurrent": peers.STEPS}
+    found = peers_warm.commands(wanted)
+    assert found[:2] == [
+        ["cudnn_fused", "0", "1", "1x512x8", "1x2048x1", "1x8192x64", "1x8192x96"],
+        ["fla_recurrent", "0", "1", "1x1x8", "1x1x32", "1x1x64"],
+    ]
+    heads = [["1x512x8", "1x8192x8"], ["1x2048x1", "1x4096x1"], ["1x8192x64"], ["1x8192x96"]]
+    assert found[2:] == [["fla", str(part), "3", *shapes] for shapes in heads for part in range(3)]
+
+
+def test_processes_that_fail_or_take_long_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\n[ $3 = cudnn_fused ] && exec sleep 60\necho no luck >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    *_, last = peers_warm.ahead({"fla": peers.BRIEF[:1], "cudnn_fused": peers.BRIEF[:1]}, 1.5)
+    assert last == "1 of 2 processes that compile ahead were stopped after 2 s, 1 failed: no luck"
