@@ -145,7 +145,7 @@ else:
         folder = Path(tempfile.mkdtemp())
     routes = ["auto", *(r.value for r in jax_kda.Route if r is not jax_kda.Route.XLA)]
     prefill.main(["--routes", ",".join(routes), "--out", str(folder / records.PREFILL)])
-    peers.main(["--out", str(folder / records.PEERS)])
+    peers.main(["--out", str(folder / records.PEERS), "--decode-out", str(folder / records.DECODE_PEERS)])
 
 ours = records.load(records.PREFILL, folder)
 beside = records.load(records.PEERS, folder)

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import figures, records, rows, shapes, tables
+from . import figures, records, roofline, rows, shapes, tables
 from .digest import ROOT
 
 __all__ = ["BLOCKS", "main", "rewritten"]
@@ -73,8 +73,31 @@ def _peers(folder: Path) -> str:
         f"Microseconds, all in one process ({', '.join(packages)}). `cudnn_exact` gets prepared inputs: the "
         "passes that make them are not in its figure."
     )
+    text += _untimed(records.PEERS, folder)
     source = f"Rows: `bench/results/{records.PEERS}`; {records.provenance(found, folder)}."
     return "\n\n".join([_wrap(text), tables.peers(found, figures.README_SETS), _wrap(source)])
+
+
+def _untimed(file: str, folder: Path) -> str:
+    """A sentence for each route that has a row without a figure."""
+    return "".join(
+        f" Without a time, `{route}`: {'; '.join(why)}."
+        for route, why in records.failed(file, folder).items()
+    )
+
+
+def _decode_peers(folder: Path) -> str:
+    found = records.load(records.DECODE_PEERS, folder)
+    if not found:
+        return records.missing(records.DECODE_PEERS)
+    packages = sorted({row["package"] for row in found if row["package"]})
+    text = (
+        f"A step of one token in microseconds beside {', '.join(packages)}, in one process: its fused "
+        "recurrent call, and its kernel with the state updated in place."
+    )
+    text += _untimed(records.DECODE_PEERS, folder)
+    source = f"Rows: `bench/results/{records.DECODE_PEERS}`; {records.provenance(found, folder)}."
+    return "\n\n".join([_wrap(text), tables.peers(found, (), ("production",)), _wrap(source)])
 
 
 def _speedup(folder: Path) -> str:
@@ -98,6 +121,27 @@ def _speedup(folder: Path) -> str:
         return "No rows yet of another route than the baseline at these shapes."
     source = f"Rows: `bench/results/{records.REGIONS}`; {records.provenance(grid, folder)}."
     return "\n\n".join([*parts, _wrap(source)])
+
+
+def _roofline(folder: Path) -> str:
+    prototypes = records.prototypes(folder)
+    grid, kernels = records.load(records.REGIONS, folder), records.load(records.KERNELS, folder)
+    if not prototypes or not (table := roofline.table(grid, kernels, prototypes)):
+        return records.missing(records.REGIONS)
+    text = (
+        f"Cycles that pass for 16 tokens of a head, at {prototypes['clock_mhz'] / 1e3:.2f} GHz: measured "
+        "times through that clock, a route's from the slope between two lengths. One task: one sequence and "
+        "head. GPU full: as many as it holds at once, for which the floor is the time that the memory needs. "
+        f"Prototypes: {prototypes['source']}; beside a route stands what they promised for it."
+    )
+    sources = [f"`bench/results/{records.PROTOTYPES}`"]
+    for file, found in ((records.REGIONS, grid), (records.KERNELS, kernels)):
+        if found:
+            sources.append(f"`bench/results/{file}`; {records.provenance(found, folder)}")
+    source = f"Rows: {'; '.join(sources)}."
+    if not kernels:
+        source += f" {records.missing(records.KERNELS)}"
+    return "\n\n".join([_wrap(text), table, _wrap(source)])
 
 
 def _decode(folder: Path) -> str:
@@ -154,8 +198,10 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "figure": _figure,
     "prefill": _prefill,
     "speedup": _speedup,
+    "roofline": _roofline,
     "peers": _peers,
     "decode": _decode,
+    "decode_peers": _decode_peers,
     "routes": _routes,
     "accuracy": _accuracy,
     "formats": _formats,

@@ -20,18 +20,21 @@ from .shapes import SETS, Case, Shape
 
 __all__ = [
     "DECODE",
+    "DECODE_PEERS",
     "FOLDER",
     "PEERS",
     "PREFILL",
     "auto_route",
     "best",
     "date",
+    "failed",
     "gpu_tests",
     "group",
     "is_stale",
     "load",
     "missing",
     "number_formats",
+    "prototypes",
     "provenance",
     "published",
     "routes",
@@ -41,16 +44,34 @@ __all__ = [
 
 FOLDER = ROOT / "bench" / "results"
 PREFILL, PEERS, DECODE = "h200-prefill.json", "h200-peers.json", "h200-decode.json"
-REGIONS = "h200-regions.json"
+DECODE_PEERS = "h200-decode-peers.json"
+REGIONS, RANDOM, KERNELS = "h200-regions.json", "h200-random.json", "h200-kernels.json"
 GPU_TESTS, PUBLISHED, FORMATS = "gpu-tests.json", "published.json", "number-formats.json"
+PROTOTYPES = "prototypes.json"
 
-_MADE_BY = {PREFILL: "python -m bench.prefill", PEERS: "python -m bench.peers"}
+_MADE_BY = {
+    PREFILL: "python -m bench.prefill",
+    PEERS: "python -m bench.peers",
+    DECODE_PEERS: "python -m bench.peers",
+    KERNELS: "python -m bench.kernels",
+}
 
 
 def load(name: str, folder: Path = FOLDER) -> list[Row]:
     """The right rows of a result file; none where there is no such file. A wrong result is no figure."""
     path = folder / name
     return [row for row in rows.read(path) if rows.is_right(row)] if path.is_file() else []
+
+
+def failed(name: str, folder: Path = FOLDER) -> dict[str, list[str]]:
+    """By route, why rows of a result file have no figures, each reason once."""
+    path = folder / name
+    why: dict[str, list[str]] = {}
+    for row in rows.failures(path) if path.is_file() else []:
+        reasons = why.setdefault(row["route"], [])
+        if row["failed"] not in reasons:
+            reasons.append(row["failed"])
+    return why
 
 
 def missing(name: str) -> str:
@@ -72,6 +93,11 @@ def number_formats(folder: Path = FOLDER) -> dict[str, Any]:
 def published(folder: Path = FOLDER) -> dict[str, Any]:
     """Figures that others published, with where they stand."""
     return _read(folder / PUBLISHED)
+
+
+def prototypes(folder: Path = FOLDER) -> dict[str, Any]:
+    """What the kernels' prototypes took, and the clock that figures in cycles are for."""
+    return _read(folder / PROTOTYPES)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -8,7 +8,8 @@
 Between two points of the grid the route is taken whose worst ratio to the best, over the corners of the cell,
 is the smallest; a route other than the baseline only where it is at least 5 % faster than the baseline in
 every round at every corner. Beyond the grid's tasks the baseline stays; longer sequences are as the longest
-measured.
+measured. The predicted times (jax_kda/costs.py) are fitted to the same rows, relative errors weighted towards
+the largest.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy.optimize import nnls
+
+from jax_kda import costs
+
 from . import rows
 from .digest import ROOT
 from .shapes import REGION_HEADS, REGION_TOKENS
 
-__all__ = ["main", "table"]
+__all__ = ["fit", "main", "rewritten", "table"]
 
 RESULT = ROOT / "bench" / "results" / "h200-regions.json"
 PAGE = ROOT / "jax_kda" / "regions.py"
@@ -99,6 +105,45 @@ def table(found: Sequence[rows.Row]) -> str:
     return "\n".join([*lines, ")"])
 
 
+# How many sequences x value heads a GPU of 132 SMs holds at once; `segmented` spreads over all SMs.
+RESIDENT = {"baseline_m128": 132, "baseline_m64": 66, "c4_m128_d15": 30, "c4_m64_d10": 30, "segmented": 132}
+
+
+def fit(found: Sequence[rows.Row], resident: int) -> tuple[float, ...]:
+    """The coefficients of costs.terms, none negative, that predict these rows of one route best."""
+    terms = np.array([costs.terms(row["HV"], row["T"], resident) for row in found])
+    relative = terms / np.array([row["median_us"] for row in found])[:, None]
+    weights, best, least = np.ones(len(found)), np.zeros(terms.shape[1]), np.inf
+    for _ in range(200):
+        coefficients, _ = nnls(relative * weights[:, None], weights)
+        errors = np.abs(relative @ coefficients - 1)
+        if errors.max() < least:
+            best, least = coefficients, errors.max()
+        weights *= 1 + 2 * errors
+        weights /= weights.mean()
+    return tuple(float(f"{x:.3g}") for x in best)
+
+
+def fits(found: Sequence[rows.Row]) -> str:
+    """The predicted times' part of jax_kda/regions.py."""
+    lines = ["COSTS: tuple[Cost, ...] = ("]
+    for route, resident in RESIDENT.items():
+        if of_route := [row for row in found if row["route"] == route]:
+            lines.append(f'    Cost("{route}", {resident}, {fit(of_route, resident)}),')
+    return "\n".join([*lines, ")"])
+
+
+def rewritten(text: str, found: Sequence[rows.Row]) -> str:
+    """The text of jax_kda/regions.py with its measured parts made anew."""
+    for start, made in ((r"_MEASURED = ", table(found)), (r"COSTS: ", fits(found))):
+        text, count = re.subn(
+            rf"^{start}.*?^\)", lambda _, made=made: made, text, count=1, flags=re.DOTALL | re.M
+        )
+        if count != 1:
+            raise ValueError(f"{PAGE.name} has no part that starts with {start!r}")
+    return text
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(
@@ -110,9 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, default=RESULT, help="the measured rows (default: %(default)s)")
     options: Any = parser.parse_args(arguments)
     text = PAGE.read_text()
-    made = re.sub(
-        r"_MEASURED = .*?\n\)", lambda _: table(rows.read(options.rows)), text, count=1, flags=re.DOTALL
-    )
+    made = rewritten(text, rows.read(options.rows))
     if options.check:
         return int(made != text)
     PAGE.write_text(made)

@@ -16,6 +16,7 @@ __all__ = [
     "cases",
     "floor_us",
     "parse_names",
+    "state_bytes",
     "token_bytes",
 ]
 
@@ -98,9 +99,7 @@ SETS: dict[str, tuple[Shape, ...]] = {
             (16384, 16, 8),
         )
     ),
-    "regions": tuple(
-        Shape(1, T, H, H) for H in REGION_HEADS for T in REGION_TOKENS if H * T <= REGION_LIMIT
-    ),
+    "regions": tuple(Shape(1, T, H, H) for H in REGION_HEADS for T in REGION_TOKENS if H * T <= REGION_LIMIT),
 }
 
 
@@ -150,6 +149,11 @@ def token_bytes(shape: Shape) -> int:
         * shape.T
         * (2 * shape.H * row + shape.HV * (2 * row + HEAD_SIZE * _BYTES[shape.g_dtype] + _BYTES["bfloat16"]))
     )
+
+
+def state_bytes(shape: Shape) -> int:
+    """Bytes of float32 states, each read and written once: what a step of decode moves beside its tokens."""
+    return 2 * 4 * shape.sequences * shape.HV * HEAD_SIZE**2
 
 
 def floor_us(shape: Shape, bytes_per_second: float) -> float:

@@ -1,15 +1,15 @@
-"""Where each route was measured to be the fastest: the table that routing reads.
+"""Where each route was measured to be the fastest, and a model of the times: what routing reads.
 
 Only data stands here. A row says on which compute capability, for which sizes, and on the word of which
 measurement a route is taken in place of the baseline. A call outside every row takes the baseline. MEASURED
-is written by bench/regions.py from bench/results/h200-regions.json.
+and COSTS are written by bench/regions.py from bench/results/h200-regions.json.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["REGIONS", "Region"]
+__all__ = ["COSTS", "MEASURED_ON", "REGIONS", "Cost", "Region"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,15 @@ class Region:
     tokens: tuple[int, int]  # of a sequence; of packed ones the mean, T / N
     provenance: str
     measured: bool = True  # here, by bench/regions.py; else as published by others
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Microseconds of a call on `route`: what costs.terms are multiplied by."""
+
+    route: str
+    resident: int  # sequences x value heads that the GPU works on at once
+    coefficients: tuple[float, ...]
 
 
 _MEASURED = "h200-regions.json, NVIDIA H200, commit d972b5c43acc"
@@ -44,6 +53,16 @@ MEASURED: tuple[Region, ...] = (
     Region("baseline_m64", (9, 0), (44, 65), (128, 1023), _MEASURED),
     Region("segmented", (9, 0), (44, 65), (1024, 262144), _MEASURED),
     Region("baseline_m64", (9, 0), (66, 66), (128, 131072), _MEASURED),
+)
+
+# The predicted times: only shown, nothing is decided by them. Compute capability and SMs of the GPU measured.
+MEASURED_ON = ((9, 0), 132)
+COSTS: tuple[Cost, ...] = (
+    Cost("baseline_m128", 132, (3.1, 0.0, 0.88, 0.0, 0.0347, 0.0, 5.64, 2.54)),
+    Cost("baseline_m64", 66, (3.81, 1.13, 0.0, 0.0, 0.0533, 0.00336, 3.9, 1.61)),
+    Cost("c4_m128_d15", 30, (0.0528, 0.867, 0.0, 0.164, 0.013, 0.000746, 10.4, 1.23)),
+    Cost("c4_m64_d10", 30, (0.0, 1.15, 0.0, 0.149, 0.0253, 0.00082, 9.48, 0.818)),
+    Cost("segmented", 132, (3.4, 0.0, 1.71, 0.0921, 0.0, 0.0292, 9.34, 0.00462)),
 )
 
 # The regions of the design that these routes come from, on a B200: published, not measured here. Its B300 and

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import segments
+from . import costs, segments
 from .contract import Problem
 from .regions import REGIONS, Region
 
@@ -85,6 +85,8 @@ class Decision:
     device: Device
     segment_chunks: int = 0  # chunks of 32 tokens a segment; 0 where the route has none
     refused: tuple[tuple[Route, str], ...] = ()  # the routes that cannot serve this call, and why
+    # Microseconds, by a model of measured times, of the routes that can; the quickest first. Only shown.
+    predicted_us: tuple[tuple[Route, float], ...] = ()
 
     def __str__(self) -> str:
         p, o = self.problem, self.problem.options
@@ -106,6 +108,9 @@ class Decision:
             rows.append(("workspace", f"{self.workspace_bytes} bytes"))
         if self.segment_chunks:
             rows.append(("segments", f"{self.segment_chunks * segments.CHUNK} tokens each"))
+        if self.predicted_us:
+            times = ", ".join(f"{route.value} {us:.3g}" for route, us in self.predicted_us)
+            rows.append(("predicted", f"{times} us"))
         rows += [(f"not {route.value}", why) for route, why in self.refused]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
@@ -138,7 +143,22 @@ def choose(problem: Problem, device: Device, build: Build, regions: tuple[Region
         device=device,
         segment_chunks=_segment_chunks(problem, device) if route is Route.SEGMENTED else 0,
         refused=tuple(refusals.items()),
+        predicted_us=_predicted(problem, device, refusals),
     )
+
+
+def _predicted(
+    problem: Problem, device: Device, refusals: dict[Route, str]
+) -> tuple[tuple[Route, float], ...]:
+    if not problem.is_static:
+        return ()
+    found = costs.predict_us(*_sizes(problem), device.compute_capability, device.sm_count)
+    return tuple((Route(name), us) for name, us in found.items() if Route(name) not in refusals)
+
+
+def _sizes(problem: Problem) -> tuple[int, int]:
+    """Sequences times value heads, and tokens of a sequence, on average: offsets are never read."""
+    return problem.B * problem.N * problem.HV, -(-problem.T // max(problem.N, 1))
 
 
 def _pick(
@@ -165,8 +185,7 @@ def _pick(
 
 
 def _holds(region: Region, problem: Problem, device: Device) -> bool:
-    tasks = problem.B * problem.N * problem.HV
-    tokens = -(-problem.T // max(problem.N, 1))  # of a sequence, on average: offsets are never read
+    tasks, tokens = _sizes(problem)
     return (
         region.compute_capability == device.compute_capability
         and (region.measured or not problem.options.packed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from bench import records, rows, shapes
@@ -15,6 +16,7 @@ COMMON = {
 }  # fmt: skip
 OURS = {"baseline_m128": 1.0, "c4_m128_d15": 0.75, "c4_m64_d10": 0.7, "segmented": 0.4, "brand_new": 0.5}
 PEERS = {"fla": 0.8, "cudnn_fused": 0.2, "cudnn_exact": 0.3}
+DECODE_PEERS = {"fla_recurrent": 2.0, "fla_recurrent_inplace": 1.6}
 
 
 def row(name: str, shape: Shape, gates: str, route: str, us: float) -> rows.Row:
@@ -24,7 +26,7 @@ def row(name: str, shape: Shape, gates: str, route: str, us: float) -> rows.Row:
         **rows.shape_fields(shape),
         "gates": gates,
         "route": route,
-        "package": f"{route} 1.0" if route in PEERS else None,
+        "package": f"{route} 1.0" if route in PEERS | DECODE_PEERS else None,
         "median_us": us,
         "min_us": us - 0.1,
         "round_us": [us],
@@ -34,7 +36,7 @@ def row(name: str, shape: Shape, gates: str, route: str, us: float) -> rows.Row:
 
 
 def write(folder: Path) -> None:
-    """h200-prefill.json, h200-peers.json and h200-decode.json."""
+    """Every file of rows that the README and the figures show."""
 
     def us(shape: Shape, factor: float) -> float:
         longest = max(shape.lengths or (shape.T,))
@@ -66,5 +68,34 @@ def write(folder: Path) -> None:
         for T in (1, 4)
         for route in ("decode", "baseline_m128")
     ]
-    for file, found in ((records.PREFILL, prefill), (records.PEERS, peers), (records.DECODE, decode)):
+    steps = [
+        row("decode", Shape(B, 1, H, H), "production", route, 3 + 0.03 * B * H * factor)
+        for B in (1, 64)
+        for H in (8, 32)
+        for route, factor in ({"decode": 1.0} | DECODE_PEERS).items()
+    ]
+    failure = row("decode", Shape(256, 1, 8, 8), "production", "fla_recurrent", 1.0)
+    for key in rows.FIGURES:
+        del failure[key]
+    steps.append(failure | {"failed": "RuntimeError: out of luck"})
+    regions = [
+        row("regions", Shape(1, T, H, H), "slow", route, 5 + factor * T / 13)
+        for route, factor in OURS.items()
+        for H in (1, 30, 66, 132)
+        for T in (2048, 4096)
+    ]
+    kernels = [
+        row("kernels", Shape(1, 8192, H, H), "slow", f"segmented: {name}", us) | {"kernels": [name]}
+        for H in (64, 132)
+        for name, us in (("packets_kernel<true, false>", 3.0 * H), ("outputs_kernel<E, 2>", 2.0 * H))
+    ]
+    shutil.copy(records.FOLDER / records.PROTOTYPES, folder)
+    for file, found in (
+        (records.REGIONS, regions),
+        (records.KERNELS, kernels),
+        (records.PREFILL, prefill),
+        (records.PEERS, peers),
+        (records.DECODE, decode),
+        (records.DECODE_PEERS, steps),
+    ):
         rows.write(folder / file, found)

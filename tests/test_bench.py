@@ -25,7 +25,7 @@ from jax_kda import routing
 # `pytest` alone, unlike `python -m pytest`, does not look there.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import compare, native, peers, prefill, rows, shapes, wall
+from bench import compare, kernels, native, prefill, random_points, rows, shapes, wall
 from bench.shapes import Case, Shape
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -167,9 +167,7 @@ def test_a_run(fake: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert re.fullmatch("[0-9a-f]{16}", row["digest"])
     printed = capsys.readouterr()
     assert "no wall times: not in a test" in printed.err
-    assert re.search(
-        r"^seed +1x2048x1 +production +segmented +20\.5 +19\.5 +- +0\.6 +3% ", printed.out, re.M
-    )
+    assert re.search(r"^seed +1x2048x1 +production +segmented +20\.5 +19\.5 +- +0\.6 +3% ", printed.out, re.M)
 
 
 def test_quick_keeps_no_file_and_one_round(
@@ -217,6 +215,74 @@ def test_auto_is_what_routing_says() -> None:
     assert [c.route for c in prefill.resolve([case], routing.CPU)] == ["xla"]
     forced = Case(case.shape, "slow", "baseline_m128_warp_engine")
     assert prefill.resolve([forced], routing.H200) == [forced]
+
+
+# ------------------------------------------------------------------------------------------ kernels of a call
+
+
+def test_kernels_of_a_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    driver, out = tmp_path / "driver", tmp_path / "kernels.json"
+    driver.write_text(
+        FAKE.format(python=sys.executable, ratio=1.0, wrong="nothing", fails="nothing", status=0).replace(
+            'print(json.dumps(device | {"copy_rate": 4.3e12}))',
+            """if sys.argv[1] == "kernels":
+    print("     120.5 us  packets_kernel<true, false>\\n     200.0 us  outputs_kernel<E, 2>")
+    print("   318.9 us the call, 320.5 us the sum, err 4.00e-03 3.00e-03: " + " ".join(sys.argv[2:]))
+    sys.exit()
+print(json.dumps(device | {"copy_rate": 4.3e12}))""",
+        )
+    )
+    driver.chmod(0o755)
+    assert kernels.main(["--driver", str(driver), "--out", str(out)]) == 0
+    found = rows.read(out)
+    assert [(row["HV"], row["route"], row["median_us"]) for row in found] == [
+        (heads, f"segmented: {name}", us)
+        for heads in (64, 132)
+        for name, us in (("packets_kernel<true, false>", 120.5), ("outputs_kernel<E, 2>", 200.0))
+    ]
+    assert found[0]["kernels"] == ["packets_kernel<true, false>"]
+    capsys.readouterr()
+    driver.write_text("#!/bin/sh\nexit 2\n")
+    assert kernels.main(["--driver", str(driver), "--out", str(out)]) == 2
+    with pytest.raises(native.DriverError, match="names no kernels"):
+        kernels.parse("nothing")
+
+
+# ------------------------------------------------------------------------------------------ random shapes
+
+
+def test_random_shapes() -> None:
+    found = random_points.draw(3, 60)
+    assert found == random_points.draw(3, 60) != random_points.draw(4, 60)
+    assert len(set(found)) == 60
+    packed = [s for s in found if s.lengths]
+    assert 10 <= len(packed) <= 20
+    tokens = [s.T // s.sequences if s.lengths else s.T for s in found]
+    assert min(tokens) < 500
+    assert max(tokens) > 100_000
+    for s, length in zip(found, tokens, strict=True):
+        assert 1 <= s.sequences * s.HV <= 512
+        assert s.sequences * s.HV * length <= 1 << 21
+        assert s not in shapes.SETS["regions"]
+        assert not s.lengths or (s.B == 1 and sum(s.lengths) == s.T and min(s.lengths) > 0)
+
+
+def test_a_run_over_random_shapes(fake: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "result.json"
+    words = ["--seed", "5", "--points", "4", "--out", str(out), "--driver", str(fake())]
+    assert random_points.main([*words, "--routes", "baseline_m128,segmented"]) == 0
+    found = rows.read(out)
+    assert len(found) == 8
+    assert {row["set"] for row in found} == {"random, seed 5"}
+    assert "the worst ratio 1.000; 8 rows" in capsys.readouterr().out
+    for row in found:
+        if row["route"] != prefill.resolve([Case(rows.shape(row), "slow", "auto")], routing.H200)[0].route:
+            row["median_us"] /= 2
+    assert {ratio for ratio, _, _ in random_points.ratios(found).values()} <= {2.0}
+    assert random_points.main([*words, "--dry"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 * 5
+    assert len({line.split(" ", 1)[1] for line in lines}) == 4
 
 
 # ------------------------------------------------------------------------------------------ files and tables
@@ -365,16 +431,6 @@ def test_the_empty_call_takes_the_place_of_ours(tmp_path: Path, cuda_build: rout
     assert "jax_kda.prefill.v1" in ours
     with pytest.raises(RuntimeError, match="the empty call is not where it should be"):
         wall.walls_against(empty, dataclasses.replace(case, route="xla"), 1)
-
-
-def test_peers_that_are_not_there_are_skipped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert peers.main([]) == 2
-    err = capsys.readouterr().err
-    assert all(f"skipped {name}: " in err for name in peers.PEERS)
-    assert "no peer is installed" in err
 
 
 def test_the_cache_and_the_compiler_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

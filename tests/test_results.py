@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import fake_rows
 
-from bench import figures, notebook, number_formats, readme, records, rows, tables
+from bench import figures, notebook, number_formats, random_points, readme, records, rows, tables
 from jax_kda import regions
 
 README = readme.README.read_text()
@@ -89,7 +89,13 @@ def test_the_readme_is_in_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "file"), [("prefill", records.PREFILL), ("peers", records.PEERS), ("decode", records.DECODE)]
+    ("name", "file"),
+    [
+        ("prefill", records.PREFILL),
+        ("peers", records.PEERS),
+        ("decode", records.DECODE),
+        ("decode_peers", records.DECODE_PEERS),
+    ],
 )
 def test_times_in_the_readme_are_rows(name: str, file: str) -> None:
     found = records.load(file)
@@ -121,6 +127,35 @@ def test_the_accuracy_in_the_readme_is_what_the_gpu_tests_found() -> None:
     assert count >= 10
 
 
+def check_roofline(text: str, folder: Path) -> int:
+    """Every figure of the roofline is a row's, through the clock. Returns how many."""
+    head, lines = cells(text)
+    assert head[1:] == ["one task", "GPU full", "tasks then", "floor then", "prototypes"]
+    clock = records.prototypes(folder)["clock_mhz"]
+    grid, kernels = rows.read(folder / records.REGIONS), records.load(records.KERNELS, folder)
+    count = 0
+    for name, one, full, tasks, floor, _ in lines:
+        assert floor == f"{16 * clock * 1282 * int(tasks) / grid[0]['copy_rate'] * 1e6:.0f}"
+        if route := re.search(r"`(\w+)`$", name):
+            for heads, cell in (("1", one), (tasks, full)):
+                times = {
+                    r["T"]: r["median_us"] for r in grid if (r["route"], r["HV"]) == (route[1], int(heads))
+                }
+                T = max(T for T in times if T <= 8192)
+                assert cell == f"{(times[T] - times[T // 2]) / (T // 2) * 16 * clock:.0f}"
+                count += 1
+        else:
+            kernel = "packets_kernel" if name.startswith("K1") else "outputs_kernel"
+            (row,) = (r for r in kernels if r["HV"] == int(tasks) and r["kernels"][0].startswith(kernel))
+            assert (one, full) == ("", f"{row['median_us'] / row['T'] * 16 * clock:.0f}")
+            count += 1
+    return count
+
+
+def test_the_roofline_in_the_readme_is_rows() -> None:
+    assert check_roofline(block("roofline"), records.FOLDER) >= 8
+
+
 @pytest.mark.parametrize("form", number_formats.FORMATS)
 def test_the_number_formats_in_the_readme_are_what_the_model_finds(form: str) -> None:
     head, lines = cells(block("formats"))
@@ -142,9 +177,18 @@ def test_no_figure_stands_outside_the_marked_blocks() -> None:
 def test_every_kind_of_row_fits_the_readme(fake: Path) -> None:
     text = readme.rewritten(README, fake)
     assert readme.rewritten(text, fake) == text
-    for name, file in (("prefill", records.PREFILL), ("peers", records.PEERS), ("decode", records.DECODE)):
+    for name, file in (
+        ("prefill", records.PREFILL),
+        ("peers", records.PEERS),
+        ("decode", records.DECODE),
+        ("decode_peers", records.DECODE_PEERS),
+    ):
         assert check_times(block(name, text), records.load(file, fake)) >= 10
         assert "No rows" not in block(name, text)
+    assert "Without a time, `fla_recurrent`: RuntimeError: out of luck." in " ".join(
+        block("decode_peers", text).split()
+    )
+    assert check_roofline(block("roofline", text), fake) == 3 + 2 * 3  # no pair among the fake routes
     head, lines = cells(block("speedup", text))
     assert head[:2] == ["B x T x H", "fastest"]
     assert len(lines) == 6
@@ -156,7 +200,9 @@ def test_every_kind_of_row_fits_the_readme(fake: Path) -> None:
 
 def test_nothing_measured_yet_is_said(tmp_path: Path) -> None:
     text = readme.rewritten(README, tmp_path)
-    for name in ("figure", "prefill", "peers", "decode", "accuracy", "speedup", "formats"):
+    for name in (
+        "figure", "prefill", "peers", "decode", "decode_peers", "roofline", "accuracy", "speedup", "formats",
+    ):  # fmt: skip
         assert "No rows yet" in block(name, text)
 
 
@@ -207,10 +253,34 @@ def test_regions_in_the_readme() -> None:
 
 @pytest.mark.parametrize("path", sorted(records.FOLDER.glob("h200-*.json")), ids=lambda p: p.name)
 def test_result_files_are_whole(path: Path) -> None:
-    found = rows.read(path)
+    found, failed = rows.read(path), rows.failures(path)
     assert found
     assert all(map(rows.is_right, found))
-    assert len({rows.identity(row) for row in found}) == len(found)
+    assert len({rows.identity(row) for row in (*found, *failed)}) == len(found) + len(failed)
+    assert all(row["package"] for row in failed), "ours have figures"
+
+
+def test_auto_is_near_the_best_route_where_nobody_chose_the_shape() -> None:
+    """Nowhere more than 10 % slower than the best forced route, on 60 points drawn off the grid."""
+    if not (found := records.load(records.RANDOM)):
+        pytest.skip("not measured yet: python -m bench.random_points")
+    found_ratios = random_points.ratios(found)
+    assert len(found_ratios) >= 60
+    worst = max(found_ratios, key=lambda shape: found_ratios[shape][0])
+    assert found_ratios[worst][0] <= 1.10, (str(worst), found_ratios[worst])
+
+
+def test_decode_is_faster_than_the_peer_everywhere() -> None:
+    """At every (N, HV) of {1, 8, 64, 256} x {8, 32, 64}, in one process."""
+    if not (found := records.load(records.DECODE_PEERS)):
+        pytest.skip("not measured yet: python -m bench.peers")
+    times: dict[tuple[int, int], dict[str, float]] = {}
+    for row in found:
+        times.setdefault((row["B"], row["HV"]), {})[row["route"]] = row["median_us"]
+    assert set(times) == {(N, HV) for N in (1, 8, 64, 256) for HV in (8, 32, 64)}
+    for of in times.values():
+        assert len(of) > 1
+        assert min(of, key=of.__getitem__) == "decode"
 
 
 # ------------------------------------------------------------------------------------------ figures

@@ -1,7 +1,7 @@
 // The inputs, the judge and the timer of the driver, for a process that times other implementations beside ours (bench/peers.py, through ctypes).
 #include <exception>
 
-#include "reference.cuh"
+#include "decode_call.cuh"
 #include "timing.cuh"
 
 namespace {
@@ -64,6 +64,18 @@ API int kda_bench_time(void* call, const char* route_name, int calls, float* us,
     const Errors e = judge(c.a);
     errors[0] = e.o, errors[1] = e.state;
     const std::vector<float> times = timer().time(calls, [&](cudaStream_t s) { CUDA(prefill(route, c.a, s)); });
+    std::copy(times.begin(), times.end(), us);
+    return 0;
+  });
+}
+
+// The same of decode, one step of the case's tokens.
+API int kda_bench_time_decode(void* call, int calls, float* us, double* errors) {
+  return guarded<int>(-1, [&]() -> int {
+    DecodeStep step(*static_cast<Call*>(call));
+    const Errors e = step.run_checked();
+    errors[0] = e.o, errors[1] = e.state;
+    const std::vector<float> times = timer().time(calls, [&](cudaStream_t s) { CUDA(decode(step.a, s)); });
     std::copy(times.begin(), times.end(), us);
     return 0;
   });
