@@ -41,8 +41,8 @@ struct RecurrenceContext {
 };
 
 // At least one token: an empty sequence never comes here (joining it with the state behind the loop would cost the compiler copies of the
-// whole state while products are in flight).
-template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContext& c, State& st) {
+// whole state while products are in flight). behind_chunk(st, chunks) sees the state behind a chunk: one of `chunks` that there still were.
+template <class Engine, class Pipe, class BehindChunk> KDA_DEVICE void recur(const RecurrenceContext& c, State& st, BehindChunk behind_chunk) {
   static_assert(Pipe::kStages >= 3);
   const int lane = c.lane;
   const int r = lane & 7, i0 = (lane >> 3) & 1, i1 = lane >> 4, t = lane & 3;
@@ -180,6 +180,7 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
                              pack_bf16(o[8 * i + 4], o[8 * i + 5]), pack_bf16(o[8 * i + 6], o[8 * i + 7]));
     sync_warp();
     if (lane == 0 && more) Pipe::release(c.shared, slot, parity);
+    behind_chunk(st, chunks);
     decay(more ? next + stage::kDecay : c.shared + Pipe::kOnes);
 #pragma unroll
     for (int i = 0; i < 2; ++i)
