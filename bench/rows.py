@@ -10,7 +10,19 @@ from typing import Any
 
 from .shapes import Shape
 
-__all__ = ["ERROR_BARS", "KEYS", "Row", "check", "error_bar", "identity", "read", "spreads", "table", "write"]
+__all__ = [
+    "ERROR_BARS",
+    "KEYS",
+    "Row",
+    "check",
+    "error_bar",
+    "identity",
+    "ordered",
+    "read",
+    "spreads",
+    "table",
+    "write",
+]
 
 Row = dict[str, Any]
 
@@ -46,6 +58,9 @@ KEYS: dict[str, tuple[type, ...]] = {
     "err_state": (int, float, type(None)),
 }
 
+# Only in rows of calls that return state checkpoints: tokens from one to the next.
+OPTIONAL: dict[str, tuple[type, ...]] = {"checkpoint_every": (int,)}
+
 # What makes two rows figures of the same thing.
 _IDENTITY = ("set", "B", "T", "H", "HV", "lengths", "gates", "gate", "dtype", "g_dtype", "route")
 
@@ -59,13 +74,13 @@ def error_bar(row: Row) -> float:
 
 
 def identity(row: Row) -> tuple[Any, ...]:
-    return tuple(tuple(x) if isinstance(x := row[key], list) else x for key in _IDENTITY)
+    own = tuple(tuple(x) if isinstance(x := row[key], list) else x for key in _IDENTITY)
+    return (*own, row.get("checkpoint_every", 0))
 
 
 def shape(row: Row) -> Shape:
-    return Shape(
-        row["B"], row["T"], row["H"], row["HV"], tuple(row["lengths"] or ()), row["gate"], row["g_dtype"]
-    )
+    sizes = (row["B"], row["T"], row["H"], row["HV"], tuple(row["lengths"] or ()))
+    return Shape(*sizes, row["gate"], row["g_dtype"], row.get("checkpoint_every", 0))
 
 
 def shape_fields(s: Shape) -> Row:
@@ -78,7 +93,13 @@ def shape_fields(s: Shape) -> Row:
         "gate": s.gate,
         "dtype": "bfloat16",
         "g_dtype": s.g_dtype,
+        **({"checkpoint_every": s.checkpoint_every} if s.checkpoint_every else {}),
     }
+
+
+def ordered(row: Row) -> Row:
+    """The row with its keys in order, and no others."""
+    return {key: row[key] for key in (*KEYS, *OPTIONAL) if key in KEYS or key in row}
 
 
 def is_right(row: Row) -> bool:
@@ -88,7 +109,7 @@ def is_right(row: Row) -> bool:
 
 def check(row: Row) -> None:
     """ValueError where a row lacks a key, has one of another type, or a number that JSON has not."""
-    for key, types in KEYS.items():
+    for key, types in (KEYS | {key: OPTIONAL[key] for key in OPTIONAL if key in row}).items():
         if key not in row:
             raise ValueError(f"a row lacks {key!r}: {row}")
         if not isinstance(row[key], types) or isinstance(row[key], bool):
