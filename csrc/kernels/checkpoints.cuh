@@ -57,7 +57,8 @@ KDA_DEVICE void store_checkpoint(const PrefillArgs& a, uint32_t where, const Sta
   const uint32_t done = bits(x.y) - uint32_t(chunks), number = uint32_t(uint64_t(done) * bits(x.z) >> 32);
   if (number * bits(x.w) != done || done > bits(x.x)) return;
   const float2 first = load_shared2(where);
-  store_state(st, global_pointer(join(bits(first.x), bits(first.y)) + number * uint64_t(a.HV * checkpoint_bytes(a))), a.state_out_dtype, a.state_v_first, value_row, lane);
+  char* const to = global_pointer(join(bits(first.x), bits(first.y)) + number * uint64_t(a.HV * checkpoint_bytes(a)));
+  store_state(st, to, a.state_out_dtype, a.state_v_first, value_row, lane);
 }
 
 // Places of a row that no sequence has, of one head, become zeros: number `share` of `shares` of them. By whole warps.
