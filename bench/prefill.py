@@ -5,7 +5,7 @@ MB written before each call so that none of it is in the L2 cache, calls queued 
 warm-ups, 20 timed calls, two rounds in shuffled order; everything that the call launches counts. Before it is
 timed, a call's results are compared with the token recurrence in f64, on the device. `wall` is the time per
 call of jitted calls in a loop. The floor is the time that the device's own copy rate, measured in the same
-run, allows for the bytes of the token arrays (the states are not in it).
+run, allows for the bytes of the token arrays and of checkpoints (other states are not in it).
 """
 
 from __future__ import annotations
@@ -151,6 +151,7 @@ def _problem(s: Shape) -> contract.Problem:
         initial_state=array("float32", s.sequences, s.HV, HEAD_SIZE, HEAD_SIZE),
         use_qk_l2norm_in_kernel=True,
         use_beta_sigmoid_in_kernel=True,
+        checkpoint_every=s.checkpoint_every or None,
         **options,
     )
 
@@ -215,7 +216,7 @@ def row(name: str, case: Case, said: dict[str, Any], wall_us: float | None, comm
         "err_o": finite(said["err_o"]),
         "err_state": finite(said["err_state"]),
     }
-    return {key: made[key] for key in rows.KEYS}
+    return rows.ordered(made)
 
 
 def provenance(facts: dict[str, Any], commit: str | None = None) -> rows.Row:

@@ -19,6 +19,7 @@ __all__ = [
     "error_bar",
     "failures",
     "identity",
+    "ordered",
     "read",
     "shape_fields",
     "spreads",
@@ -63,6 +64,9 @@ KEYS: dict[str, tuple[type, ...]] = {
 # A row of what could not be timed has "failed", the reason, and no figures.
 FIGURES = ("median_us", "min_us", "round_us", "calls", "wall_us", "err_o", "err_state")
 
+# Only in rows of calls that return state checkpoints: tokens from one to the next.
+OPTIONAL: dict[str, tuple[type, ...]] = {"checkpoint_every": (int,)}
+
 # What makes two rows figures of the same thing.
 _IDENTITY = ("set", "B", "T", "H", "HV", "lengths", "gates", "gate", "dtype", "g_dtype", "route")
 
@@ -78,13 +82,13 @@ def error_bar(row: Row) -> float:
 
 
 def identity(row: Row) -> tuple[Any, ...]:
-    return tuple(tuple(x) if isinstance(x := row[key], list) else x for key in _IDENTITY)
+    own = tuple(tuple(x) if isinstance(x := row[key], list) else x for key in _IDENTITY)
+    return (*own, row.get("checkpoint_every", 0))
 
 
 def shape(row: Row) -> Shape:
-    return Shape(
-        row["B"], row["T"], row["H"], row["HV"], tuple(row["lengths"] or ()), row["gate"], row["g_dtype"]
-    )
+    sizes = (row["B"], row["T"], row["H"], row["HV"], tuple(row["lengths"] or ()))
+    return Shape(*sizes, row["gate"], row["g_dtype"], row.get("checkpoint_every", 0))
 
 
 def shape_fields(s: Shape) -> Row:
@@ -97,7 +101,13 @@ def shape_fields(s: Shape) -> Row:
         "gate": s.gate,
         "dtype": "bfloat16",
         "g_dtype": s.g_dtype,
+        **({"checkpoint_every": s.checkpoint_every} if s.checkpoint_every else {}),
     }
+
+
+def ordered(row: Row) -> Row:
+    """The row with its keys in order, and no others."""
+    return {key: row[key] for key in (*KEYS, *OPTIONAL) if key in KEYS or key in row}
 
 
 def is_right(row: Row) -> bool:
@@ -107,7 +117,7 @@ def is_right(row: Row) -> bool:
 
 def check(row: Row) -> None:
     """ValueError where a row lacks a key, has one of another type, or a number that JSON has not."""
-    for key, types in KEYS.items():
+    for key, types in (KEYS | {key: OPTIONAL[key] for key in OPTIONAL if key in row}).items():
         if "failed" in row and key in FIGURES:
             if key in row or not row["failed"]:
                 raise ValueError(f"a figure, or no reason, where nothing was timed: {row}")

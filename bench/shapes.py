@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
     "FOLDED_GATES",
@@ -14,6 +14,7 @@ __all__ = [
     "Case",
     "Shape",
     "cases",
+    "checkpoint_bytes",
     "floor_us",
     "parse_names",
     "state_bytes",
@@ -43,6 +44,7 @@ class Shape:
     lengths: tuple[int, ...] = ()  # of packed sequences; () where a row is one sequence
     gate: str = "safe"  # or "softplus", or "log": g is the log decay itself
     g_dtype: str = "bfloat16"
+    checkpoint_every: int = 0  # tokens from one state checkpoint to the next; 0: none
 
     @property
     def sequences(self) -> int:
@@ -57,7 +59,9 @@ class Shape:
         else:
             size = f"{self.B}x{self.T}"
         options = "" if self.gate == "safe" else f" {self.gate}"
-        return f"{size}x{heads}{options}{' f32 g' if self.g_dtype == 'float32' else ''}"
+        options += " f32 g" if self.g_dtype == "float32" else ""
+        options += f" checkpoints {self.checkpoint_every}" if self.checkpoint_every else ""
+        return f"{size}x{heads}{options}"
 
 
 def _dense(B: int, T: int, heads: Iterable[int]) -> tuple[Shape, ...]:
@@ -83,6 +87,12 @@ SETS: dict[str, tuple[Shape, ...]] = {
         Shape(1, 8192, 64, 64, gate="softplus"),
         Shape(1, 8192, 64, 64, gate="log", g_dtype="float32"),
         Shape(1, 8192, 16, 64),
+    ),
+    # What checkpoints cost: each shape without and with them.
+    "checkpoints": tuple(
+        replace(shape, checkpoint_every=every)
+        for shape in (Shape(1, 8192, 8, 8), _equal(8192, 64, 8))
+        for every in (0, 64)
     ),
     "ten": tuple(
         _equal(T, H, N)
@@ -122,6 +132,8 @@ class Case:
         words.append(f"g={_DRIVER_DTYPES[s.g_dtype]}")
         if s.lengths:
             words.append(f"lengths={','.join(map(str, s.lengths))}")
+        if s.checkpoint_every:
+            words.append(f"checkpoint_every={s.checkpoint_every}")
         return " ".join(words)
 
 
@@ -156,6 +168,12 @@ def state_bytes(shape: Shape) -> int:
     return 2 * 4 * shape.sequences * shape.HV * HEAD_SIZE**2
 
 
+def checkpoint_bytes(shape: Shape) -> int:
+    """Bytes of the checkpoints, in float32; each written once."""
+    rows = shape.B * (shape.T // shape.checkpoint_every) if shape.checkpoint_every else 0
+    return rows * shape.HV * HEAD_SIZE * HEAD_SIZE * 4
+
+
 def floor_us(shape: Shape, bytes_per_second: float) -> float:
-    """The time that the memory needs for them."""
-    return token_bytes(shape) / bytes_per_second * 1e6
+    """The time that the memory needs for all of them."""
+    return (token_bytes(shape) + checkpoint_bytes(shape)) / bytes_per_second * 1e6

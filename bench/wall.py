@@ -82,6 +82,8 @@ def inputs(shape: Shape, gates: str, seed: int = 0) -> dict[str, Any]:
     )
     if shape.lengths:
         block["cu_seqlens"] = jnp.asarray(np.cumsum([0, *shape.lengths]), jnp.int32)
+    if shape.checkpoint_every:
+        block["checkpoint_every"] = shape.checkpoint_every
     return block
 
 

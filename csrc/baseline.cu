@@ -20,6 +20,7 @@
 //
 // Values never pass through the ring: each K2 warp copies its own columns. A CTA of a pair waits for its peer only, both are resident (a cluster),
 // and neither leaves before the other has done with it.
+#include "kernels/checkpoints.cuh"
 #include "kernels/launch_kernel.cuh"
 #include "kernels/produce.cuh"
 #include "kernels/recurrence.cuh"
@@ -50,7 +51,8 @@ template <int kRanks, bool kBounded, bool kGatesF32> struct Baseline {
   static constexpr uint32_t kBias = kOnes + kHeadDim * 4;
   static constexpr uint32_t kRows = kBias + kHeadDim * 4;  // where the task's rows lie
   static constexpr uint32_t kGate = kRows + 24;
-  static constexpr uint32_t kFull = kGate + 8;
+  static constexpr uint32_t kCheckpoints = kGate + 8;
+  static constexpr uint32_t kFull = kCheckpoints + kCheckpointTable;
   static constexpr uint32_t kFree = kFull + kStages * 8;
   static constexpr uint32_t kTaken = kFree + 2 * kStages * 8;
   static constexpr uint32_t kRaw = kTaken + (kRanks == 2 ? kStages * 8 : 0);
@@ -110,6 +112,7 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
     }
     for (int g = 0; g < L::kGroups; ++g) barrier_init(base + L::kRaw + 8 * g, 1);
   }
+  if (a.checkpoint_every && warp == 0) put_checkpoints(base + L::kCheckpoints, a, task, 0, (task.tokens + kChunk - 1) / kChunk, lane);
   fence_async_shared();
   if constexpr (kRanks == 1) __syncthreads();
   else sync_cluster();
@@ -126,7 +129,10 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
       const uint32_t packet = base + chunk % L::kStages * L::kStageBytes + from, full = base + L::kFull + 8 * (chunk % L::kStages);
       copy_to_cluster(at_rank(packet, rank ^ 1), packet, to - from, at_rank(full, rank ^ 1));
     };
-    zero_outside(a, task, (rank * L::kGroups * L::Prepare::kWarps + producer) * 32 + lane, kRanks * L::kGroups * L::kGroupThreads);
+    const int index = (rank * L::kGroups * L::Prepare::kWarps + producer) * 32 + lane;
+    zero_outside(a, task, index, kRanks * L::kGroups * L::kGroupThreads);
+    if (a.checkpoint_every)
+      zero_checkpoints(a, task.row, task.head, int(task.sequence - task.row * a.N), int(a.N), index, kRanks * L::kGroups * L::kGroupThreads);
     produce<typename L::Prepare>(
         a, maps, context, role,
         [&](int chunk, int) {
@@ -158,7 +164,9 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
     if (task.tokens > 0) {
       State st;
       load_state(st, state(a.initial_state, a.state_in_dtype), a.state_in_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
-      recur<Engine, L>(context, st);
+      recur<Engine, L>(context, st, [&](const State& now, int chunks) {
+        store_checkpoint(a, base + L::kCheckpoints, now, chunks, value_row(), int(opaque(threadIdx.x)) & 31);
+      });
       if (a.final_state)
         store_state(st, const_cast<char*>(state(a.final_state, a.state_out_dtype)), a.state_out_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
     } else if (a.final_state) {

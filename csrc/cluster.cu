@@ -15,6 +15,7 @@
 //
 // Only chunk-local packets cross the mailbox; the state stays with its owner. All CTAs of a cluster are resident at once, so that no wait can
 // starve, and none leaves before all are done.
+#include "kernels/checkpoints.cuh"
 #include "kernels/launch_kernel.cuh"
 #include "kernels/mailbox.cuh"
 #include "kernels/produce.cuh"
@@ -63,7 +64,8 @@ template <class R, bool kBounded, bool kGatesF32> struct Cluster : R {
   // both
   static constexpr uint32_t kRows = (kOwnerBytes > kHelperBytes ? kOwnerBytes : kHelperBytes);  // where the task's rows lie
   static constexpr uint32_t kGate = kRows + 24;
-  static constexpr uint32_t kFull = kGate + 8;
+  static constexpr uint32_t kCheckpoints = kGate + 8;
+  static constexpr uint32_t kFull = kCheckpoints + kCheckpointTable;
   static constexpr uint32_t kFree = kFull + kStages * 8;
   static constexpr uint32_t kRaw = kFree + kStages * 8;
   static constexpr uint32_t kFound = kRaw + kInstances * 8;
@@ -140,6 +142,7 @@ __global__ void __cluster_dims__(R::kRanks, 1, 1) __launch_bounds__(Cluster<R, k
     }
     for (int g = 0; g < kInstances; ++g) barrier_init(base + L::kRaw + 8 * g, 1);
   }
+  if (a.checkpoint_every && warp == 0) put_checkpoints(base + L::kCheckpoints, a, task, 0, (task.tokens + kChunk - 1) / kChunk, lane);
   fence_async_shared();
   sync_cluster();
 
@@ -151,6 +154,8 @@ __global__ void __cluster_dims__(R::kRanks, 1, 1) __launch_bounds__(Cluster<R, k
     // The group's slot. Formed anew each time, in uniform registers: K1 is short of others.
     auto slot = [&] { return uint32_t(group * L::kHelpers + helper); };
     zero_outside(a, task, helper * L::kThreads + thread, L::kHelpers * L::kThreads);
+    if (a.checkpoint_every)
+      zero_checkpoints(a, task.row, task.head, int(task.sequence - task.row * a.N), int(a.N), helper * L::kThreads + thread, L::kHelpers * L::kThreads);
     produce<typename L::Prepare>(
         a, maps, context, role,
         [&](int, int turn) {
@@ -175,7 +180,9 @@ __global__ void __cluster_dims__(R::kRanks, 1, 1) __launch_bounds__(Cluster<R, k
     if (task.tokens > 0) {
       State st;
       load_state(st, state(a.initial_state, a.state_in_dtype), a.state_in_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
-      recur<Engine, L>(context, st);
+      recur<Engine, L>(context, st, [&](const State& now, int chunks) {
+        store_checkpoint(a, base + L::kCheckpoints, now, chunks, value_row(), int(opaque(threadIdx.x)) & 31);
+      });
       if (a.final_state)
         store_state(st, const_cast<char*>(state(a.final_state, a.state_out_dtype)), a.state_out_dtype, a.state_v_first, value_row(),
                     int(opaque(threadIdx.x)) & 31);

@@ -19,6 +19,7 @@
 //   o              [B, T, HV, D]          bf16
 //   final_state    [B, N, HV, D, D]       f32 | bf16    f32[0]
 //   workspace      [bytes]                u8            u8[0]
+//   checkpoints    [B, T / n, HV, D, D]   as the state  f32[0]      n: checkpoint_every
 //
 // The decode call has no offsets and no workspace. Its state is [B, 1, HV, D, D], or a pool [P, HV, D, D] with one place a sequence:
 //
@@ -127,9 +128,9 @@ ffi::Error launch_error(cudaError_t status, std::string_view route) {
 
 // The handler's parameters, apart from the stream and the route.
 struct Call {
-  AnyBuffer q, k, v, g, beta, a_log, dt_bias, initial_state, offsets, o, final_state;
+  AnyBuffer q, k, v, g, beta, a_log, dt_bias, initial_state, offsets, o, final_state, checkpoints;
   float scale, lower_bound;
-  int32_t gate, beta_mode;
+  int32_t gate, beta_mode, checkpoint_every;
   bool l2norm, state_v_first;
 };
 
@@ -192,8 +193,21 @@ ffi::Error decode(const Call& call, PrefillArgs& args) {
     checks.shape(name, *state, {B, N, HV, kD, kD});
     checks.dtype(name, *state, {DataType::F32, DataType::BF16});
   }
+  const int32_t every = call.checkpoint_every;
+  checks.require(every >= 0 && every % 64 == 0,
+                 "checkpoint_every is " + std::to_string(every) + ", expected 0 or a positive multiple of 64");
+  if (checks.failed()) return checks.error();
+  if (every > 0) {
+    checks.shape("checkpoints", call.checkpoints, {B, T / every, HV, kD, kD});
+    checks.dtype("checkpoints", call.checkpoints, {DataType::F32, DataType::BF16});
+    checks.require(is_absent(call.final_state) || call.final_state.element_type() == call.checkpoints.element_type(),
+                   "checkpoints and final_state have different dtypes");
+  } else {
+    checks.shape("checkpoints", call.checkpoints, {0});
+  }
   // The kernels move 16 bytes at a time.
-  for (const AnyBuffer* buffer : {&call.q, &call.k, &call.v, &call.g, &call.initial_state, &call.o, &call.final_state}) {
+  for (const AnyBuffer* buffer :
+       {&call.q, &call.k, &call.v, &call.g, &call.initial_state, &call.o, &call.final_state, &call.checkpoints}) {
     checks.require(reinterpret_cast<uintptr_t>(buffer->untyped_data()) % 16 == 0,
                    "a buffer of shape " + shape_text(buffer->dimensions()) + " is not aligned to 16 bytes");
   }
@@ -215,7 +229,9 @@ ffi::Error decode(const Call& call, PrefillArgs& args) {
   args.g_dtype = launch_dtype(call.g);
   args.beta_dtype = launch_dtype(call.beta);
   args.state_in_dtype = launch_dtype(call.initial_state);
-  args.state_out_dtype = launch_dtype(call.final_state);
+  args.state_out_dtype = launch_dtype(every > 0 ? call.checkpoints : call.final_state);
+  args.checkpoints = every > 0 && T / every > 0 ? call.checkpoints.untyped_data() : nullptr;
+  args.checkpoint_every = every;
   args.gate = static_cast<GateMode>(call.gate);
   args.beta_mode = static_cast<BetaMode>(call.beta_mode);
   args.l2norm = call.l2norm;
@@ -240,14 +256,14 @@ ffi::Error take_workspace(const AnyBuffer& workspace, Route route, PrefillArgs& 
 ffi::Error prefill_call(cudaStream_t stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer g, AnyBuffer beta,
                         AnyBuffer a_log, AnyBuffer dt_bias, AnyBuffer initial_state, AnyBuffer offsets,
                         ffi::Result<AnyBuffer> o, ffi::Result<AnyBuffer> final_state,
-                        ffi::Result<AnyBuffer> workspace, float scale, float lower_bound, int32_t gate,
-                        int32_t beta_mode, bool l2norm, bool state_v_first, std::string_view route_name,
-                        int32_t segment_chunks) {
+                        ffi::Result<AnyBuffer> workspace, ffi::Result<AnyBuffer> checkpoints, float scale,
+                        float lower_bound, int32_t gate, int32_t beta_mode, bool l2norm, bool state_v_first,
+                        std::string_view route_name, int32_t segment_chunks, int32_t checkpoint_every) {
   for (const auto& [name, route] : kRoutes) {
     if (name != route_name) continue;
     PrefillArgs args;
-    ffi::Error wrong = decode({q, k, v, g, beta, a_log, dt_bias, initial_state, offsets, *o, *final_state,
-                               scale, lower_bound, gate, beta_mode, l2norm, state_v_first},
+    ffi::Error wrong = decode({q, k, v, g, beta, a_log, dt_bias, initial_state, offsets, *o, *final_state, *checkpoints,
+                               scale, lower_bound, gate, beta_mode, checkpoint_every, l2norm, state_v_first},
                               args);
     args.segment_chunks = segment_chunks < 0 ? 0 : segment_chunks;
     if (wrong.success()) wrong = take_workspace(*workspace, route, args);
@@ -276,6 +292,7 @@ auto bind_prefill(Binding binding) {
       .template Ret<AnyBuffer>()  // o
       .template Ret<AnyBuffer>()  // final_state
       .template Ret<AnyBuffer>()  // workspace
+      .template Ret<AnyBuffer>()  // checkpoints
       .template Attr<float>("scale")
       .template Attr<float>("lower_bound")
       .template Attr<int32_t>("gate")
@@ -283,7 +300,8 @@ auto bind_prefill(Binding binding) {
       .template Attr<bool>("l2norm")
       .template Attr<bool>("state_v_first")
       .template Attr<std::string_view>("route")
-      .template Attr<int32_t>("segment_chunks");
+      .template Attr<int32_t>("segment_chunks")
+      .template Attr<int32_t>("checkpoint_every");
 }
 
 // A buffer without elements, as the Python side passes what is absent.
@@ -308,7 +326,8 @@ ffi::Error decode_call(cudaStream_t stream, AnyBuffer q, AnyBuffer k, AnyBuffer 
   const AnyBuffer absent = absent_buffer();
   PrefillArgs call;
   ffi::Error wrong = decode({q, k, v, g, beta, a_log, dt_bias, pooled ? absent : state, absent, *o,
-                             pooled ? absent : *new_state, scale, lower_bound, gate, beta_mode, l2norm, state_v_first},
+                             pooled ? absent : *new_state, absent, scale, lower_bound, gate, beta_mode,
+                             /*checkpoint_every=*/0, l2norm, state_v_first},
                             call);
   if (wrong.failure()) return wrong;
   Checks checks;

@@ -39,9 +39,14 @@ cudaError_t prefill(Route route, const PrefillArgs& a, cudaStream_t stream) {
   if (a.T > INT32_MAX - 64 || sequences * a.HV > INT32_MAX || a.workspace_bytes < workspace_bytes(route, a)) return cudaErrorInvalidValue;
   if (a.gate != GateMode::kLog && (!a.a_log || (a.gate_rows != 1 && a.gate_rows != a.B))) return cudaErrorInvalidValue;
   if (!a.offsets && a.N != 1) return cudaErrorInvalidValue;
+  if (a.checkpoint_every < 0 || a.checkpoint_every % 64 != 0) return cudaErrorInvalidValue;
+  const int64_t checkpoints = a.checkpoint_every ? a.B * (a.T / a.checkpoint_every) * a.HV : 0;
+  if (checkpoints > 0 && !a.checkpoints) return cudaErrorInvalidValue;
   if (a.B == 0 || (sequences == 0 && a.T == 0)) return cudaSuccess;
-  // No sequence at all: every row lies outside.
-  if (sequences == 0) return cudaMemsetAsync(a.o, 0, size_t(a.B) * a.T * a.HV * 128 * 2, stream);
+  if (sequences == 0) {  // every row lies outside
+    if (cudaError_t e = cudaMemsetAsync(a.o, 0, size_t(a.B) * a.T * a.HV * 128 * 2, stream); e != cudaSuccess || checkpoints == 0) return e;
+    return cudaMemsetAsync(a.checkpoints, 0, size_t(checkpoints) * 128 * 128 * (a.state_out_dtype == DType::kF32 ? 4 : 2), stream);
+  }
   switch (route) {
     case Route::kBaselineM128: return baseline_m128(a, stream);
     case Route::kBaselineM128WarpEngine: return baseline_m128_warp_engine(a, stream);

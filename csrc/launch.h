@@ -43,6 +43,7 @@ struct PrefillArgs {
   const int32_t* offsets;     // [B, N + 1], or null (one sequence a row, all T tokens)
   void* o;                    // [B, T, HV, 128] bf16
   void* final_state;          // [B, N, HV, 128, 128] state_out_dtype, or null (not wanted)
+  void* checkpoints;          // [B, T / checkpoint_every, HV, 128, 128] state_out_dtype, or null (not wanted)
   void* workspace;            // workspace_bytes of arbitrary contents
   int64_t workspace_bytes;
 
@@ -56,6 +57,9 @@ struct PrefillArgs {
   float scale;
   float lower_bound;  // of the safe gate
 
+  // Tokens from one checkpoint of a sequence to the next: a multiple of 64, or 0 where none are wanted. Sequence s of a row has length / checkpoint_every
+  // of them, behind those of the sequences before it; places that are left over become zeros.
+  int32_t checkpoint_every;
   int32_t segment_chunks;  // segmented routes: chunks of 32 tokens a segment, or 0 for what segment_chunks() says of the current device
 };
 

@@ -9,6 +9,7 @@
 // Kernels of a row: each may move in where the one before leaves room (launch_kernel.cuh). Steps 2 and 3 fall away where no sequence can be long enough
 // to need them. No CTA waits for another one.
 #include "kernels/chain.cuh"
+#include "kernels/checkpoints.cuh"
 #include "kernels/launch_kernel.cuh"
 #include "kernels/maps.cuh"
 #include "kernels/prepare_bounded.cuh"
@@ -109,6 +110,7 @@ __global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, 
     const int last = int(a.N) - 1, threads = x.packet_parts * int(blockDim.x), first = part * int(blockDim.x) + thread;
     zero_rows(a, row, head, 0, begin_of(a, row, 0), first, threads);
     zero_rows(a, row, head, begin_of(a, row, last) + sequence_length(a.offsets + row * (a.N + 1), last, int(a.T)), int(a.T), first, threads);
+    if (a.checkpoint_every) zero_checkpoints(a, row, head, part, x.packet_parts, thread, int(blockDim.x));
   }
   __syncthreads();
 
@@ -149,7 +151,8 @@ template <int kRowGroups, bool kOutputs> struct ReaderLayout {
   static constexpr uint32_t kOnes = kValues + (kOutputs ? kWarps * kStages * 1024 : 0);
   static constexpr uint32_t kUnit = kOnes + kHeadDim * 4;
   static constexpr uint32_t kState = kUnit + (kOutputs ? 0 : kUnitBytes);  // address of the final state, or null
-  static constexpr uint32_t kFull = kState + 8;
+  static constexpr uint32_t kCheckpoints = kState + 16;
+  static constexpr uint32_t kFull = kCheckpoints + (kOutputs ? kCheckpointTable : 0);
   static constexpr uint32_t kEmpty = kFull + kStages * 8;
   static constexpr uint32_t kBytes = kEmpty + kStages * 8;
   static_assert(kBytes <= 232448, "more shared memory than a CTA can have");
@@ -276,6 +279,7 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, 1)
   if (u.there) {
     if (warp == L::kWarps) prefetch_values<kRowGroups>(a, u.task, group_row, first / kChunk, chunks, lane);
     if (thread == 0) put_state_at(base + L::kState, left <= x.segment ? to : nullptr);
+    if (a.checkpoint_every && warp == 0) put_checkpoints(base + L::kCheckpoints, a, u.task, first / kChunk, chunks, lane);
     start_reader<L>(base, thread);
   }
   if (u.there && u.task.tokens > 0 && warp == L::kWarps) {
@@ -301,7 +305,9 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, 1)
   auto* o = static_cast<uint16_t*>(a.o) + first_row(a, u.task, a.HV, u.task.head, kHeadDim) + first * a.HV * kHeadDim + value_row();
   const int64_t values = static_cast<const char*>(a.v) - static_cast<const char*>(a.o);
   const RecurrenceContext context = {base, warp, lane, o, values, int(a.HV) * kHeadDim, tokens};
-  recur<Engine, L>(context, st);
+  recur<Engine, L>(context, st, [&](const State& now, int chunks) {
+    store_checkpoint(a, base + L::kCheckpoints, now, chunks, value_row(), int(opaque(threadIdx.x)) & 31);
+  });
   if (const auto final_state = get_state_at(base + L::kState))
     store_state(st, final_state, a.state_out_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
 }

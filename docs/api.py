@@ -23,8 +23,8 @@ __all__ = ["FUNCTIONS", "TYPES", "entries", "main", "page"]
 
 PAGE = Path(__file__).with_name("api.md")
 FUNCTIONS = (
-    "kda_prefill", "kda_decode", "explain_route", "status", "check_cu_seqlens", "kda_reference",
-    "export_checks",
+    "kda_prefill", "kda_decode", "explain_route", "status", "check_cu_seqlens", "checkpoint_offsets",
+    "kda_reference", "export_checks",
 )  # fmt: skip
 # What they take and return, by the name under which a user finds it.
 TYPES: dict[str, type] = {

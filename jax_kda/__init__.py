@@ -6,6 +6,7 @@
 """
 
 from .api import explain_route, export_checks, kda_decode, kda_prefill
+from .checkpoints import checkpoint_offsets
 from .contract import check_cu_seqlens
 from .ffi import status
 from .reference import kda_reference
@@ -14,6 +15,7 @@ from .routing import Route
 __all__ = [
     "Route",
     "check_cu_seqlens",
+    "checkpoint_offsets",
     "explain_route",
     "export_checks",
     "kda_decode",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,60 @@ from .decode import decode
 from .primitive import prefill
 
 __all__ = ["explain_route", "export_checks", "kda_decode", "kda_prefill"]
+
+
+@overload
+def kda_prefill(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike,
+    beta: ArrayLike,
+    *,
+    scale: float | None = None,
+    initial_state: ArrayLike | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: ArrayLike | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
+    safe_gate: bool = False,
+    lower_bound: float | None = -5.0,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    state_indices: ArrayLike | None = None,
+    checkpoint_every: None = None,
+    route: str = "auto",
+) -> tuple[jax.Array, jax.Array | None]: ...
+
+
+@overload
+def kda_prefill(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike,
+    beta: ArrayLike,
+    *,
+    scale: float | None = None,
+    initial_state: ArrayLike | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: ArrayLike | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: ArrayLike | None = None,
+    dt_bias: ArrayLike | None = None,
+    safe_gate: bool = False,
+    lower_bound: float | None = -5.0,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    state_indices: ArrayLike | None = None,
+    checkpoint_every: int,
+    route: str = "auto",
+) -> tuple[jax.Array, jax.Array | None, jax.Array]: ...
 
 
 def kda_prefill(
@@ -39,8 +93,9 @@ def kda_prefill(
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
     state_indices: ArrayLike | None = None,
+    checkpoint_every: int | None = None,
     route: str = "auto",
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array | None] | tuple[jax.Array, jax.Array | None, jax.Array]:
     r"""Kimi Delta Attention over whole sequences: the gated delta rule with a decay per key channel.
 
     Per sequence and value head a state `S[K, V]` (float32) goes through the tokens in order::
@@ -83,11 +138,17 @@ def kda_prefill(
             in the final state's place (donate it, and it is updated where it lies). An index outside `[0, P)`
             is a padding slot: zeros for outputs, no state read or written. Two equal indices are a mistake
             that is not looked for.
+        checkpoint_every: n, a positive multiple of 64: the states behind every n-th token of each sequence
+            are returned too, from the same pass. A call that starts from one of them goes on as this one did.
         route: "auto", or a name of `jax_kda.Route` to force; an error says why where it cannot run.
 
     Returns:
         `(o, final_state)`: o `[B, T, HV, V]` in v's dtype; final_state `[N, HV, K, V]`, float32 (bfloat16
-        where `initial_state` is), or None.
+        where `initial_state` is), or None. With `checkpoint_every=n` `(o, final_state, checkpoints)`:
+        checkpoints `[B * (T // n), HV, K, V]` in the state's dtype, those of a row behind those of the row
+        before. With `cu_seqlens` there are `T // n` of them too, as many as any offsets can need: sequence s
+        has `length // n`, which begin at `checkpoint_offsets(cu_seqlens, n)[s]`, and the rest are zeros. A
+        padding slot's are zeros.
 
     Raises:
         ValueError, TypeError: for whatever is wrong and knowable from shapes, dtypes and options.
@@ -106,6 +167,14 @@ def kda_prefill(
         >>> o, states = jax_kda.kda_prefill(q, k, v, g, beta, cu_seqlens=bounds, use_qk_l2norm_in_kernel=True)
         >>> o.shape, states.shape
         ((1, 40, 2, 128), (2, 2, 128, 128))
+
+        The states behind tokens 64 and 128 of 150:
+
+        >>> q = k = v = jnp.ones((1, 150, 2, 128), jnp.bfloat16)
+        >>> g, beta = jnp.full((1, 150, 2, 128), -0.1), jnp.full((1, 150, 2), 0.5)
+        >>> o, state, checkpoints = jax_kda.kda_prefill(q, k, v, g, beta, checkpoint_every=64)
+        >>> checkpoints.shape
+        (2, 2, 128, 128)
 
     Kimi Linear: An Expressive, Efficient Attention Architecture, arXiv:2510.26692.
     """
@@ -129,11 +198,13 @@ def kda_prefill(
         allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
         state_indices=state_indices,
+        checkpoint_every=checkpoint_every,
         route=routing.route_name(route),
     )
-    return _prefill(
+    results: Any = _prefill(
         problem.options, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, state_indices
     )
+    return results
 
 
 def kda_decode(
@@ -297,23 +368,31 @@ def _prefill(
     initial_state: jax.Array | None,
     cu_seqlens: jax.Array | None,
     state_indices: jax.Array | None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> Any:
     """From the public shapes to the primitive's and back. Under jit: an eager call is one cached dispatch."""
     single = 0 if options.packed else 1  # of the states' [B, N, ...]: one packed row, or one sequence a row
+    B, T = q.shape[:2]
     alone = replace(options, pooled=False)
     operands = _tokens_and_gate(options, q, k, v, g, beta, A_log, dt_bias)
     offsets = [] if cu_seqlens is None else [cu_seqlens.astype(jnp.int32)[None]]
 
     def call(initial_state: jax.Array | None) -> Any:
         states = [] if initial_state is None else [jnp.expand_dims(initial_state, single)]
-        o, *state = prefill(alone, [*operands, *states, *offsets])
-        return o, jnp.squeeze(state[0], single) if state else None
+        results = prefill(alone, [*operands, *states, *offsets])
+        made = dict(zip(alone.result_names, results, strict=True))
+        state = made.get("final_state")
+        o_and_state = made["o"], None if state is None else jnp.squeeze(state, single)
+        if not options.checkpoint_every:
+            return o_and_state
+        kept = made["checkpoints"]
+        return *o_and_state, kept.reshape(B * (T // options.checkpoint_every), *kept.shape[2:])
 
     if state_indices is None:
         return call(initial_state)
     assert initial_state is not None  # the contract: a pool
     indices = state_indices.astype(jnp.int32)
-    return pools.through_pool(call, initial_state, indices, offsets[0][0] if offsets else None)
+    bounds = offsets[0][0] if offsets else None
+    return pools.through_pool(call, initial_state, indices, bounds, options.checkpoint_every)
 
 
 @functools.partial(jax.jit, static_argnums=(0,), inline=True)

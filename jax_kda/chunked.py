@@ -56,10 +56,11 @@ SPAN = 8  # chunks recomputed together in the backward pass, at most
 
 
 def chunked_prefill(options: Options, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """`(o,)` or `(o, final_state)` of the primitive's operands.
+    """The results of the primitive's operands that `options.result_names` names.
 
-    o is [B, T, HV, V] in v's dtype; final_state [B, N, HV, K, V] (V, K with `state_v_first`) in
-    `options.state_dtype`. Memory is linear in T, under reverse-mode differentiation too.
+    o is [B, T, HV, V] in v's dtype; final_state [B, N, HV, K, V] and checkpoints [B, T // n, HV, K, V] (V, K
+    with `state_v_first`) in `options.state_dtype`. Memory is linear in T, under reverse-mode differentiation
+    too.
     """
     named = dict(zip(options.operand_names, operands, strict=True))
     v, K = named["v"], named["q"].shape[3]
@@ -73,16 +74,16 @@ def chunked_prefill(options: Options, *operands: jax.Array) -> tuple[jax.Array, 
         initial = initial.swapaxes(-1, -2)
 
     if isinstance(T, int) and T == 0:
-        o, final = v, initial
+        o, final, states = v, initial, jnp.zeros((B, 0, HV, K, V), jnp.float32)
     else:
         # Shapes and dtypes are combined in NumPy's way here, however strict the caller is with his own.
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            o, final = (_run_packed if options.packed else _run_dense)(options, named, initial)
-    if not options.output_final_state:
-        return (o.astype(v.dtype),)
-    if options.state_v_first:
-        final = final.swapaxes(-1, -2)
-    return o.astype(v.dtype), final.astype(options.state_dtype)
+            o, final, states = (_run_packed if options.packed else _run_dense)(options, named, initial)
+    wanted = {"final_state": final, "checkpoints": states}
+    return o.astype(v.dtype), *(
+        (x.swapaxes(-1, -2) if options.state_v_first else x).astype(options.state_dtype)
+        for x in (wanted[name] for name in options.result_names[1:])
+    )
 
 
 # From here on the batch is folded into the heads: `heads` is B * HV, or B * H for q and k. Every head has its
@@ -157,6 +158,7 @@ class _Layout(NamedTuple):
     sequence: jax.Array  # [chunks]: N where the chunk is not used
     is_first: jax.Array  # [chunks]: the sequence begins here
     last_chunk: jax.Array  # [N]: of this sequence; `chunks` where the sequence is empty
+    checkpoints: jax.Array  # [T // n]: the chunk whose end this checkpoint is; `chunks` where there is none
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -445,7 +447,8 @@ def _scan_chunks(
 
 def _run_dense(
     options: Options, named: dict[str, jax.Array], initial: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """o, the last state, and the checkpoints (none where none are wanted)."""
     B, T, _, V = named["v"].shape
     C = _chunk_size(T)
     spans, span = _evenly(-(-T // C), SPAN)
@@ -461,20 +464,28 @@ def _run_dense(
         valid=(jnp.arange(places, dtype=jnp.int32) < T).reshape(spans, span, C, 1),
     )
     state = initial.reshape(-1, *initial.shape[3:]).astype(jnp.float32) + _zero_that_varies(named)
-    state, o, _ = _scan_chunks(options, named, chunks, state, keep_states=False)
-    return _unfold(o.reshape(places, -1, V)[:T], B), state.reshape(initial.shape)
+    every = options.checkpoint_every // C  # chunks
+    state, o, states = _scan_chunks(options, named, chunks, state, keep_states=every > 0)
+    kept = jnp.zeros((0, *state.shape))
+    if states is not None:
+        chunk = (jnp.arange(T // options.checkpoint_every) + 1) * every - 1
+        kept = states.reshape(-1, *state.shape)[chunk]
+    o = _unfold(o.reshape(places, -1, V)[:T], B)
+    return o, state.reshape(initial.shape), _unfold(kept, B)
 
 
 def _run_packed(
     options: Options, named: dict[str, jax.Array], initial: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same of packed sequences."""
     B, T, HV, V = named["v"].shape
     K, N = named["q"].shape[3], named["offsets"].shape[1] - 1
     C = _chunk_size(T)
     # Every sequence may end in a partly filled chunk, so this many are enough for any offsets.
     spans, span = _evenly(-(-T // C) + N, SPAN)
     places = spans * span * C
-    layout = jax.vmap(lambda row: _lay_out(row, T, C, spans * span))(named["offsets"])
+    every = options.checkpoint_every
+    layout = jax.vmap(lambda row: _lay_out(row, T, C, spans * span, every))(named["offsets"])
 
     def split(x: jax.Array) -> jax.Array:
         # Taken before they are activated, so that a NaN which belongs to no sequence meets nothing, gradients
@@ -495,13 +506,16 @@ def _run_packed(
         start=by_chunk(_fold(_take(initial, layout.sequence))) if options.has_initial_state else None,
     )
     state = jnp.zeros((B * HV, K, V), jnp.float32) + _zero_that_varies(named)
-    _, o, states = _scan_chunks(options, named, chunks, state, keep_states=options.output_final_state)
+    keep_states = options.output_final_state or every > 0
+    _, o, states = _scan_chunks(options, named, chunks, state, keep_states=keep_states)
     o = _take(_unfold(o.reshape(places, -1, V), B), layout.place)
     if states is None:
-        return o, initial
-    ends = _take(_unfold(states.reshape(spans * span, -1, K, V), B), layout.last_chunk)
+        return o, initial, initial[:, :0]
+    states = _unfold(states.reshape(spans * span, -1, K, V), B)
+    ends = _take(states, layout.last_chunk)
     empty = (layout.last_chunk == spans * span)[:, :, None, None, None]
-    return o, jnp.where(empty, initial.astype(ends.dtype), ends)
+    ends = jnp.where(empty, initial.astype(ends.dtype), ends)
+    return o, ends, _take(states, layout.checkpoints)
 
 
 def _running(op: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
@@ -517,8 +531,10 @@ def _running(op: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array) -> j
     return x
 
 
-def _lay_out(offsets: jax.Array, T: int, C: int, chunks: int) -> _Layout:
-    """The layout of one packed row, offsets [N + 1]; any that decrease or leave [0, T] are put right."""
+def _lay_out(offsets: jax.Array, T: int, C: int, chunks: int, every: int) -> _Layout:
+    """The layout of one packed row, offsets [N + 1]; any that decrease or leave [0, T] are put right. A
+    checkpoint is behind every `every`-th token; 0: none.
+    """
     N = offsets.shape[0] - 1
     offsets = _running(jnp.maximum, jnp.clip(offsets.astype(jnp.int32), 0, T))
     begins, ends = offsets[:-1], offsets[1:]
@@ -534,6 +550,13 @@ def _lay_out(offsets: jax.Array, T: int, C: int, chunks: int) -> _Layout:
     token = (begins[of] + (chunk - first[of]) * C)[:, None] + inside
     token = jnp.where((token < ends[of][:, None]) & (sequence < N)[:, None], token, T).reshape(-1)
 
+    checkpoints = jnp.zeros(0, jnp.int32)
+    if every:
+        tokens = (chunk - first[of] + 1) * C  # of the sequence, up to the end of this chunk
+        is_checkpoint = (sequence < N) & (tokens % every == 0) & (tokens <= (ends - begins)[of])
+        number = jnp.where(is_checkpoint, _running(jnp.add, is_checkpoint.astype(jnp.int32)) - 1, T // every)
+        checkpoints = jnp.full(T // every, chunks, jnp.int32).at[number].set(chunk, mode="drop")
+
     places = jnp.arange(chunks * C, dtype=jnp.int32)
     return _Layout(
         token=token,
@@ -541,6 +564,7 @@ def _lay_out(offsets: jax.Array, T: int, C: int, chunks: int) -> _Layout:
         sequence=sequence,
         is_first=(sequence < N) & (chunk == first[of]),
         last_chunk=jnp.where(counts > 0, after - 1, chunks),
+        checkpoints=checkpoints,
     )
 
 

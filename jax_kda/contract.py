@@ -29,7 +29,16 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-__all__ = ["BetaMode", "GateMode", "Options", "Problem", "check", "check_cu_seqlens", "check_decode"]
+__all__ = [
+    "BetaMode",
+    "GateMode",
+    "Options",
+    "Problem",
+    "check",
+    "check_checkpoint_every",
+    "check_cu_seqlens",
+    "check_decode",
+]
 
 
 class GateMode(enum.IntEnum):
@@ -64,6 +73,7 @@ class Options:
     state_v_first: bool = False
     state_dtype: str = "float32"  # of the final state: "float32" or "bfloat16"
     pooled: bool = False  # the state is a pool, of which each sequence names one
+    checkpoint_every: int = 0  # tokens from one checkpoint of a sequence to the next; 0: none are wanted
     route: str = "auto"
 
     @property
@@ -91,9 +101,10 @@ class Options:
     @property
     def result_names(self) -> tuple[str, ...]:
         """The primitive's results, in order."""
-        if not self.output_final_state:
-            return ("o",)
-        return ("o", "new_pool" if self.pooled else "final_state")
+        names = ["o"]
+        if self.output_final_state:
+            names.append("new_pool" if self.pooled else "final_state")
+        return (*names, *("checkpoints",) * (self.checkpoint_every > 0))
 
 
 @dataclass(frozen=True)
@@ -140,8 +151,17 @@ class Problem:
 
     @property
     def state_shape(self) -> tuple[int, ...]:
+        return (self.B, self.N, *self._one_state)
+
+    @property
+    def checkpoints_shape(self) -> tuple[int, ...]:
+        """T // n places a row: enough for any offsets, since each sequence has length // n checkpoints."""
+        return (self.B, self.T // self.options.checkpoint_every, *self._one_state)
+
+    @property
+    def _one_state(self) -> tuple[int, int, int]:
         inner = (self.V, self.K) if self.options.state_v_first else (self.K, self.V)
-        return (self.B, self.N, self.HV, *inner)
+        return (self.HV, *inner)
 
     @property
     def is_static(self) -> bool:
@@ -170,6 +190,7 @@ def check(
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
     state_indices: Any = None,
+    checkpoint_every: int | None = None,
     route: str = "auto",
 ) -> Problem:
     """Checks the public call's arguments and returns its Problem, `options` included.
@@ -271,6 +292,7 @@ def check(
         state_v_first=bool(state_v_first),
         state_dtype=state_dtype,
         pooled=state_indices is not None,
+        checkpoint_every=0 if checkpoint_every is None else check_checkpoint_every(checkpoint_every),
         route=route,
     )
     return Problem(options, B, T, H, HV, K, V, sequences, dtype, g_dtype, beta_dtype, initial_state_dtype)
@@ -338,6 +360,30 @@ def check_cu_seqlens(cu_seqlens: Any, T: int | None = None) -> None:
             f"at most T = {T}",
             "the sequences must fit in T",
         )
+
+
+def check_checkpoint_every(checkpoint_every: Any) -> int:
+    """Returns it, a positive multiple of 64 below 2**31; ValueError or TypeError for anything else."""
+    if isinstance(checkpoint_every, (bool, np.bool_)) or not isinstance(
+        checkpoint_every, (numbers.Integral, np.integer)
+    ):
+        _refuse(
+            TypeError,
+            "checkpoint_every",
+            type(checkpoint_every).__name__,
+            "None or a Python integer",
+            "it is static: the shape of the checkpoints follows from it",
+        )
+    every = int(checkpoint_every)
+    if every < 64 or every % 64 != 0 or every >= 2**31:
+        _refuse(
+            ValueError,
+            "checkpoint_every",
+            str(every),
+            "a positive multiple of 64 below 2**31",
+            "states are at hand between chunks of tokens only; None leaves checkpoints out",
+        )
+    return every
 
 
 def check_decode(q: Any, initial_state: Any) -> None:

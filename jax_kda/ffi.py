@@ -151,28 +151,33 @@ def device_facts(device: Any) -> Device:
 def call_prefill(
     options: Options, operands: Sequence[jax.Array], decision: Decision
 ) -> tuple[jax.Array, ...]:
-    """The custom call of a CUDA route: nine operands, three results; what is absent has no elements."""
+    """The custom call of a CUDA route: nine operands, four results; what is absent has no elements."""
     problem = Problem.from_operands(options, operands)
     named = dict(zip(options.operand_names, operands, strict=True))
     absent = {
         name: jnp.zeros((0,), jnp.int32 if name == "offsets" else jnp.float32) for name in _FFI_OPERANDS
     }
+    states = dict.fromkeys(("final_state", "checkpoints"), jax.ShapeDtypeStruct((0,), jnp.float32))
     if options.output_final_state:
-        final_state = jax.ShapeDtypeStruct(problem.state_shape, jnp.dtype(options.state_dtype))
-    else:
-        final_state = jax.ShapeDtypeStruct((0,), jnp.float32)
-    results = (
-        jax.ShapeDtypeStruct(problem.output_shape, named["v"].dtype),
-        final_state,
-        jax.ShapeDtypeStruct((decision.workspace_bytes,), jnp.uint8),
-    )
-    output, state, _ = jax.ffi.ffi_call(PREFILL_TARGET, results)(
+        states["final_state"] = jax.ShapeDtypeStruct(problem.state_shape, jnp.dtype(options.state_dtype))
+    if options.checkpoint_every:
+        shape, dtype = problem.checkpoints_shape, jnp.dtype(options.state_dtype)
+        states["checkpoints"] = jax.ShapeDtypeStruct(shape, dtype)
+    results = {
+        "o": jax.ShapeDtypeStruct(problem.output_shape, named["v"].dtype),
+        "final_state": states["final_state"],
+        "workspace": jax.ShapeDtypeStruct((decision.workspace_bytes,), jnp.uint8),
+        "checkpoints": states["checkpoints"],
+    }
+    outputs = jax.ffi.ffi_call(PREFILL_TARGET, tuple(results.values()))(
         *(named.get(name, absent[name]) for name in _FFI_OPERANDS),
         **_attributes(options),
         route=decision.route.value,
         segment_chunks=np.int32(decision.segment_chunks),
+        checkpoint_every=np.int32(options.checkpoint_every),
     )
-    return (output, state) if options.output_final_state else (output,)
+    made = dict(zip(results, outputs, strict=True))
+    return tuple(made[name] for name in options.result_names)
 
 
 def call_decode(options: Options, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

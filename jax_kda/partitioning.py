@@ -43,6 +43,7 @@ _DIMENSIONS = {
     "o": "btwv",
     "final_state": "bnwkv",
     "new_pool": "pwkv",
+    "checkpoints": "bcwkv",
 }
 
 # A mesh axis, several, or none: one entry of a PartitionSpec.
@@ -178,11 +179,11 @@ def _partitioned(
 def _shardy_rule(options: Options, H: int, HV: int, per_row_gate: bool) -> tuple[str, dict[str, Any]]:
     """The same in Shardy's notation. Value heads are the query/key heads times the group that each serves."""
     group = HV // H
-    factors: dict[str, Any] = {"need_replication_factors": tuple("btkvp" if options.pooled else "tkvnm")}
+    factors: dict[str, Any] = {"need_replication_factors": tuple("btkvp" if options.pooled else "tkvnmc")}
 
     def term(name: str) -> str:
         letters = _DIMENSIONS[name]
-        if options.state_v_first and name.endswith(("state", "pool")):
+        if options.state_v_first and name.endswith(("state", "pool", "checkpoints")):
             letters = letters.replace("kv", "vk")
         if per_row_gate:
             letters = letters.replace("r", "b")

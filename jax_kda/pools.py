@@ -14,16 +14,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_kda import checkpoints
+
 __all__ = ["in_folded_pool", "through_pool"]
 
 
 def through_pool(
-    call: Callable[[jax.Array], tuple[jax.Array, Any]],
+    call: Callable[[jax.Array], tuple[Any, ...]],
     pool: jax.Array,
     state_indices: jax.Array,
     cu_seqlens: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """`(o, new pool)` of a call that takes the states `[N, ...]` of its sequences to `(o, final states)`.
+    checkpoint_every: int = 0,
+) -> tuple[Any, ...]:
+    """`(o, new pool)` of a call that takes the states `[N, ...]` of its sequences to `(o, final states)`, and
+    with `checkpoint_every` to their checkpoints too, which are then the third result.
 
     o is `[N, T, HV, V]`, or `[1, T, HV, V]` with `cu_seqlens [N + 1]`. The new pool has the dtype of the
     final states.
@@ -33,7 +37,7 @@ def through_pool(
     places = jnp.where(
         is_used, state_indices, size
     )  # out of range: JAX would count a negative one from the end
-    o, states = call(pool.at[places].get(mode="fill", fill_value=0))
+    o, states, *more = call(pool.at[places].get(mode="fill", fill_value=0))
     if cu_seqlens is None:
         keeps = is_used[:, None]
     else:
@@ -42,7 +46,8 @@ def through_pool(
         sequence = jnp.searchsorted(cu_seqlens, position, side="right") - 1
         keeps = is_used.at[sequence].get(mode="clip")[None]
     o = jnp.where(keeps[..., None, None], o, jnp.zeros((), o.dtype))
-    return o, pool.astype(states.dtype).at[places].set(states, mode="drop")
+    more = [checkpoints.of_used_sequences(x, is_used, checkpoint_every, cu_seqlens) for x in more]
+    return o, pool.astype(states.dtype).at[places].set(states, mode="drop"), *more
 
 
 def in_folded_pool(state_indices: jax.Array, size: int) -> jax.Array:

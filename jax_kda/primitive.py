@@ -17,7 +17,8 @@ The operands are flat and canonical (`Options.operand_names`; optional ones only
     initial_state  [B, N, HV, K, V]  (V, K with state_v_first)
     offsets        [B, N + 1]        where rows are packed
 
-The results are o [B, T, HV, V] and, if wanted, final_state [B, N, HV, K, V] (V, K with state_v_first).
+The results are o [B, T, HV, V] and, if wanted, final_state [B, N, HV, K, V] (V, K with state_v_first) and
+checkpoints [B, T // n, HV, K, V], of a row's sequences one after the other.
 
 The route is chosen in the lowering, from the shapes found there: by then vmap has folded and shardings have
 split.
@@ -58,7 +59,7 @@ class Operation(NamedTuple):
 
 
 def prefill(options: Options, operands: Sequence[jax.Array]) -> Arrays:
-    """`(o,)` or `(o, final_state)` of the canonical operands, with every transformation in place."""
+    """The results named by `options.result_names`, with every transformation in place."""
     return apply(PREFILL, options, operands)
 
 
@@ -95,12 +96,16 @@ def _abstract(*operands: Any, options: Options, shard: bool = False) -> tuple[An
     # Made from v's type, results vary over the mesh axes that v varies over: those of all operands, see
     # prefill.
     output = v.update(shape=problem.output_shape, weak_type=False)
-    if not options.output_final_state:
-        return (output,)
     batch, _, heads, _ = v.sharding.spec if len(v.sharding.spec) == 4 else (None,) * 4
-    state_sharding = NamedSharding(v.sharding.mesh, PartitionSpec(batch, None, heads, None, None))
+    sharding = NamedSharding(v.sharding.mesh, PartitionSpec(batch, None, heads, None, None))
     dtype = jnp.dtype(options.state_dtype)
-    return output, v.update(shape=problem.state_shape, dtype=dtype, weak_type=False, sharding=state_sharding)
+    shapes = {"final_state": problem.state_shape}
+    if options.checkpoint_every:
+        shapes["checkpoints"] = problem.checkpoints_shape
+    return output, *(
+        v.update(shape=shapes[name], dtype=dtype, weak_type=False, sharding=sharding)
+        for name in options.result_names[1:]
+    )
 
 
 def _lower(ctx: Any, *operands: Any, options: Options, shard: bool = False) -> Any:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jax_kda import activations, contract, pools
+from jax_kda import activations, checkpoints, contract, pools
 
 __all__ = ["kda_reference", "recurrence"]
 
@@ -30,19 +30,21 @@ def kda_reference(
     A_log: jax.Array | None = None,
     dt_bias: jax.Array | None = None,
     state_indices: jax.Array | None = None,
+    checkpoint_every: int | None = None,
     dtype: DTypeLike = jnp.float32,
     **options: Any,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Any, ...]:
     """`kda_prefill`, one token after the other, in `dtype` (float32 or float64) from the first operation to
     the last.
 
     Takes `kda_prefill`'s arguments except `route`, with the same shapes, dtypes and checks, and returns the
-    same `(o, final_state)`. With `dtype=float64` both come back in float64, so that nothing is rounded away
-    before a comparison; else o has v's dtype and the state is float32, or bfloat16 where `initial_state` was.
+    same `(o, final_state)`, or `(o, final_state, checkpoints)`. With `dtype=float64` all come back in
+    float64, so that nothing is rounded away before a comparison; else o has v's dtype and the state is
+    float32, or bfloat16 where `initial_state` was.
 
     Args:
-        q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, state_indices: as `kda_prefill` takes
-            them.
+        q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, state_indices, checkpoint_every: as
+            `kda_prefill` takes them.
         dtype: of every operation, float32 or float64.
         options: the other keyword arguments of `kda_prefill`.
 
@@ -70,16 +72,18 @@ def kda_reference(
     problem = contract.check(
         q, k, v, g, beta,
         initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias,
-        state_indices=state_indices, **options,
+        state_indices=state_indices, checkpoint_every=checkpoint_every, **options,
     )  # fmt: skip
     if state_indices is not None:
         alone = functools.partial(
             kda_reference, q, k, v, g, beta,
-            cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, dtype=dtype, **options,
+            cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, checkpoint_every=checkpoint_every,
+            dtype=dtype, **options,
         )  # fmt: skip
         offsets = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
         pool, indices = jnp.asarray(initial_state), jnp.asarray(state_indices)
-        return pools.through_pool(lambda states: alone(initial_state=states), pool, indices, offsets)
+        every = problem.options.checkpoint_every
+        return pools.through_pool(lambda states: alone(initial_state=states), pool, indices, offsets, every)
     static = problem.options
     q, k, v, g, beta = (jnp.asarray(x) for x in (q, k, v, g, beta))
 
@@ -99,16 +103,23 @@ def kda_reference(
         state = jnp.asarray(initial_state).astype(dtype)
         state = state.swapaxes(-1, -2) if static.state_v_first else state
 
-    o, state = recurrence(
+    offsets = jnp.asarray(cu_seqlens) if static.packed else None
+    every = static.checkpoint_every
+    count = problem.T // every if every else 0
+    o, *states = recurrence(
         queries, keys, v.astype(dtype), log_decays, strengths, state,
         scale=static.scale,
-        offsets=jnp.asarray(cu_seqlens) if static.packed else None,
+        offsets=offsets,
+        rows=checkpoints.token_rows(problem.T, every, offsets) if count else None,
+        count=count,
     )  # fmt: skip
-    exact = dtype == jnp.float64
-    if not static.output_final_state:
-        return (o if exact else o.astype(v.dtype)), None
-    state = state.swapaxes(-1, -2) if static.state_v_first else state
-    return (o, state) if exact else (o.astype(v.dtype), state.astype(static.state_dtype))
+    if every and not count:
+        states.append(states[0][:0])
+    states = [x.swapaxes(-1, -2) if static.state_v_first else x for x in states]
+    if dtype != jnp.float64:
+        o, states = o.astype(v.dtype), [x.astype(static.state_dtype) for x in states]
+    final_state, *more = states
+    return o, final_state if static.output_final_state else None, *more
 
 
 def recurrence(
@@ -121,21 +132,38 @@ def recurrence(
     *,
     scale: float,
     offsets: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    rows: jax.Array | None = None,
+    count: int = 0,
+) -> tuple[jax.Array, ...]:
     """The recurrence alone: log decays g [B, T, HV, K], write strengths beta [B, T, HV], one floating dtype
     throughout.
 
     `state` is [B, HV, K, V], or [N, HV, K, V] with `offsets` [N + 1] (B is 1 then). Returns o [B, T, HV, V]
     and the state after each row or sequence. Tokens of no packed sequence give zeros and are otherwise
-    ignored.
+    ignored. With `rows` [T] the third result are `count` checkpoints of each batch row: the state after token
+    t is that row's number `rows[t]`, where it is below `count`.
     """
     group = v.shape[2] // q.shape[2]
     q, k = (jnp.repeat(x, group, axis=2) for x in (q, k))
     tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q * scale, k, v, jnp.exp(g), beta))
 
+    def run(step: Any, state: jax.Array, xs: Any, own: Any) -> tuple[jax.Array, ...]:
+        """The scan; with `rows` the state that a token leaves, own(state, x), goes to its place too."""
+        if rows is None:
+            state, o = lax.scan(step, state, xs)
+            return jnp.moveaxis(o, 0, 1), state
+
+        def keep(carry: Any, row_and_x: Any) -> Any:
+            (state, kept), (row, x) = carry, row_and_x
+            state, o = step(state, x)
+            return (state, kept.at[:, row].set(own(state, x), mode="drop")), o
+
+        kept = jnp.zeros((v.shape[0], count, *state.shape[1:]), state.dtype)
+        (state, kept), o = lax.scan(keep, (state, kept), (rows, xs))
+        return jnp.moveaxis(o, 0, 1), state, kept.reshape(-1, *state.shape[1:])
+
     if offsets is None:
-        state, o = lax.scan(lambda state, token: _token(state, *token), state, tokens)
-        return jnp.moveaxis(o, 0, 1), state
+        return run(lambda state, token: _token(state, *token), state, tokens, lambda state, _: state)
 
     position = jnp.arange(v.shape[1], dtype=offsets.dtype)
     sequence = jnp.searchsorted(offsets, position, side="right") - 1
@@ -150,8 +178,10 @@ def recurrence(
         own, o = _token(own, *token)
         return states.at[n[None]].set(own, mode="drop"), jnp.where(n < states.shape[0], o, 0)
 
-    state, o = lax.scan(token_of, state, (sequence, *tokens))
-    return jnp.moveaxis(o, 0, 1), state
+    def own_of(states: jax.Array, operands: tuple[jax.Array, ...]) -> jax.Array:
+        return states.at[operands[0][None]].get(mode="fill", fill_value=0)
+
+    return run(token_of, state, (sequence, *tokens), own_of)
 
 
 def _token(

@@ -32,7 +32,7 @@ def row(name: str, shape: Shape, gates: str, route: str, us: float) -> rows.Row:
         "round_us": [us],
         "floor_us": shapes.floor_us(shape, COMMON["copy_rate"]),
     }
-    return {key: made[key] for key in rows.KEYS}
+    return rows.ordered(made)
 
 
 def write(folder: Path) -> None:
@@ -49,7 +49,7 @@ def write(folder: Path) -> None:
                 for route, factor in OURS.items():
                     if route == "baseline_m128" or shape.sequences * shape.HV <= 16:
                         prefill.append(row(name, shape, gates, route, us(shape, factor)))
-            for gates in ("production", "slow") if name != "modes" else ():
+            for gates in ("production", "slow") if name not in ("modes", "checkpoints") else ():
                 slower = 100 if gates == "slow" else 1
                 peers.append(row(name, shape, gates, "segmented", us(shape, 0.3)))
                 for route, factor in PEERS.items():

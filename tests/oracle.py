@@ -30,9 +30,10 @@ def numpy_recurrence(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """`kda_prefill`'s keyword arguments to its (o, final_state), in float64; every operand may be of any
-    dtype.
+    checkpoint_every: int | None = None,
+) -> tuple[Any, ...]:
+    """`kda_prefill`'s keyword arguments to its (o, final_state) or (o, final_state, checkpoints), in float64;
+    every operand may be of any dtype.
     """
     q, k, v, g, beta = (np.asarray(x).astype(np.float64) for x in (q, k, v, g, beta))
     B, T, H, K = q.shape
@@ -54,17 +55,26 @@ def numpy_recurrence(
     else:
         state = np.asarray(initial_state).astype(np.float64)
         state = np.swapaxes(state, -1, -2) if state_v_first else state
+    kept = []  # of each sequence [length // checkpoint_every, HV, K, V]
     if cu_seqlens is None:
-        o, state = _run(q * scale, k, v, g, beta, state)
+        o, state, after = _run(q * scale, k, v, g, beta, state, checkpoint_every)
+        kept = list(after.swapaxes(0, 1))
     else:
         o = np.zeros((B, T, HV, V))
         state = state.copy()
         bounds = [int(x) for x in np.asarray(cu_seqlens)]
         for n, (begin, end) in enumerate(itertools.pairwise(bounds)):
             part = [x[:, begin:end] for x in (q * scale, k, v, g, beta)]
-            o[:, begin:end], state[n : n + 1] = _run(*part, state[n : n + 1])
+            o[:, begin:end], state[n : n + 1], after = _run(*part, state[n : n + 1], checkpoint_every)
+            kept.append(after[:, 0])
     state = np.swapaxes(state, -1, -2) if state_v_first else state
-    return o, (state if output_final_state else None)
+    final_state = state if output_final_state else None
+    if checkpoint_every is None:
+        return o, final_state
+    checkpoints = np.zeros((B * (T // checkpoint_every), HV, K, V))
+    used = np.concatenate(kept)
+    checkpoints[: len(used)] = used
+    return o, final_state, np.swapaxes(checkpoints, -1, -2) if state_v_first else checkpoints
 
 
 def relative_error(got: Any, want: Any) -> float:
@@ -78,10 +88,18 @@ def relative_error(got: Any, want: Any) -> float:
 
 
 def _run(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray, beta: np.ndarray, state: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """q (scaled), k, g [B, T, HV, K], v [B, T, HV, V], beta [B, T, HV], state [B, HV, K, V]."""
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray,
+    beta: np.ndarray,
+    state: np.ndarray,
+    checkpoint_every: int | None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q (scaled), k, g [B, T, HV, K], v [B, T, HV, V], beta [B, T, HV], state [B, HV, K, V]. The last result
+    is the states after every `checkpoint_every`-th token, [number, B, HV, K, V]."""
     state = state.copy()
+    kept = []
     o = np.empty(v.shape)
     decay = np.exp(g)
     for t in range(v.shape[1]):
@@ -89,7 +107,9 @@ def _run(
         predicted = np.matmul(k[:, t, :, None, :], state)
         state += k[:, t, :, :, None] * (beta[:, t, :, None, None] * (v[:, t, :, None, :] - predicted))
         o[:, t] = np.matmul(q[:, t, :, None, :], state)[:, :, 0]
-    return o, state
+        if checkpoint_every and (t + 1) % checkpoint_every == 0:
+            kept.append(state.copy())
+    return o, state, np.array(kept).reshape(-1, *state.shape)
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

@@ -113,6 +113,24 @@ def serving(dtype: str, bar: float, mesh: Mesh, compiler_options: Any = None) ->
     return str(compiled.as_text())
 
 
+def prefix_cache(dtype: str, bar: float) -> None:
+    arrays, options = inputs_of(1, 200, 2, dtype=dtype)
+    arrays.pop("initial_state")
+    gate = {name: arrays[name] for name in ("A_log", "dt_bias")}
+    prefill = recipe("A cache of prefixes")["prefill"]
+    cache: dict[tuple[int, ...], Any] = {}
+    other = {name: np.concatenate([arrays[name][:, :150], arrays[name][:, :30]], axis=1) for name in TOKENS}
+    prompts = ((arrays, range(200), 0), (other, (*range(150), *range(30)), 128), (arrays, range(128), 128))
+    for prompt, ids, known in prompts:
+        tokens = {name: prompt[name][:, : len(ids)] for name in TOKENS}
+        o, state = prefill(cache, list(tokens.values()), tuple(ids), **gate, **options)
+        wanted_o, wanted_state = numpy_recurrence(**tokens, **gate, **options)
+        assert o.shape[1] == len(ids) - known, "tokens that the cache knows are not prefilled again"
+        assert relative_error(o, wanted_o[:, known:]) <= bar
+        assert relative_error(state, wanted_state) <= bar
+    assert sorted(map(len, cache)) == [64, 128, 192]
+
+
 def exporting(dtype: str, bar: float, jit: Any = jax.jit) -> None:
     arrays, options = inputs_of(1, 30, 2, dtype=dtype)
     artifact = recipe("Exporting")["export"](lambda x: jax_kda.kda_prefill(**x, **options), arrays)
@@ -129,5 +147,6 @@ CHECKS: dict[str, Callable[..., Any]] = {
     "MaxText-style code": maxtext,
     "Heads first": heads_first,
     "Serving under": serving,
+    "A cache of prefixes": prefix_cache,
     "Exporting": exporting,
 }

@@ -82,7 +82,8 @@ def _no_gpu_and_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_sets() -> None:
     assert {name: len(s) for name, s in shapes.SETS.items()} == {
-        "seed": 6, "small": 5, "serving": 4, "packed": 2, "modes": 3, "ten": 10, "regions": 156,
+        "seed": 6, "small": 5, "serving": 4, "packed": 2, "modes": 3, "checkpoints": 4, "ten": 10,
+        "regions": 156,
     }  # fmt: skip
     for s in itertools.chain(*shapes.SETS.values()):
         assert s.HV % s.H == 0
@@ -95,6 +96,10 @@ def test_floors() -> None:
     wide = Shape(1, 8192, 64, 64, gate="log", g_dtype="float32")
     assert shapes.token_bytes(wide) == 8192 * 64 * (1282 + 256)
     assert shapes.token_bytes(Shape(2, 10, 1, 4)) == 20 * (512 + 4 * (512 + 256 + 2))
+    without, kept = shapes.SETS["checkpoints"][2:]
+    assert shapes.checkpoint_bytes(without) == 0
+    assert shapes.checkpoint_bytes(kept) == 8 * 16 * 64 * 65536
+    assert shapes.floor_us(kept, 1e12) - shapes.floor_us(without, 1e12) == pytest.approx(536.87, abs=0.01)
 
 
 def test_how_shapes_print() -> None:
@@ -102,6 +107,9 @@ def test_how_shapes_print() -> None:
         "1x8192x64 softplus", "1x8192x64 log f32 g", "1x8192x16/64",
     ]  # fmt: skip
     assert [str(s) for s in shapes.SETS["packed"]] == ["8*1024x64", "packed 8192x96"]
+    assert [str(s) for s in shapes.SETS["checkpoints"]] == [
+        "1x8192x8", "1x8192x8 checkpoints 64", "8*1024x64", "8*1024x64 checkpoints 64",
+    ]  # fmt: skip
     every = set(itertools.chain(*shapes.SETS.values()))
     assert len(set(map(str, every))) == len(every)
 

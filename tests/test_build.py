@@ -136,7 +136,8 @@ cudaError_t prefill(Route, const PrefillArgs& a, cudaStream_t) {
   field("scale", a.scale), field("lower_bound", a.lower_bound), field("workspace_bytes", a.workspace_bytes);
   field("A_log", a.a_log != nullptr), field("dt_bias", a.dt_bias != nullptr);
   field("initial_state", a.initial_state != nullptr), field("offsets", a.offsets != nullptr);
-  field("final_state", a.final_state != nullptr);
+  field("final_state", a.final_state != nullptr), field("checkpoints", a.checkpoints != nullptr);
+  field("checkpoint_every", a.checkpoint_every);
   last += "}";
   return static_cast<cudaError_t>(status);
 }
@@ -217,6 +218,7 @@ class Call:
             "o": ((B, T, HV, 128), bf16),
             "final_state": ((B, N, HV, 128, 128), f32),
             "workspace": ((4 * B * HV,), jnp.uint8),
+            "checkpoints": ((0,), f32),
         }
         self.attributes: dict[str, Any] = {
             "scale": np.float32(0.25),
@@ -226,6 +228,7 @@ class Call:
             "l2norm": np.bool_(True),
             "state_v_first": np.bool_(False),
             "segment_chunks": np.int32(0),
+            "checkpoint_every": np.int32(0),
             "route": "baseline_m128",
         }
 
@@ -254,6 +257,7 @@ def test_the_handler_decodes_everything(recorder: ctypes.CDLL) -> None:
         "gate": 2, "beta": 1, "l2norm": 1, "state_v_first": 0,
         "scale": 0.25, "lower_bound": -5, "workspace_bytes": 16,
         "A_log": 1, "dt_bias": 1, "initial_state": 1, "offsets": 1, "final_state": 1,
+        "checkpoints": 0, "checkpoint_every": 0,
     }  # fmt: skip
 
 
@@ -263,6 +267,16 @@ def test_the_handler_knows_what_is_absent(recorder: ctypes.CDLL) -> None:
     seen = json.loads(recorder.last_call())
     assert {seen[name] for name in (*optional, "offsets", "gate")} == {0}
     assert (seen["N"], seen["R"]) == (1, 1)
+
+
+def test_the_handler_takes_checkpoints(recorder: ctypes.CDLL) -> None:
+    bf16 = {"checkpoints": ((2, 2, 2, 128, 128), jnp.bfloat16), "final_state": ABSENT}
+    Call(T=130).change(**bf16, checkpoint_every=np.int32(64)).run()
+    seen = json.loads(recorder.last_call())
+    assert (seen["checkpoints"], seen["checkpoint_every"], seen["state_out_dtype"]) == (1, 64, 1)
+    Call(T=63).change(checkpoints=((2, 0, 2, 128, 128), jnp.float32), checkpoint_every=np.int32(64)).run()
+    seen = json.loads(recorder.last_call())
+    assert (seen["checkpoints"], seen["checkpoint_every"]) == (0, 64)
 
 
 @pytest.mark.parametrize("sizes", [{"T": 0}, {"N": 0}])
@@ -306,6 +320,18 @@ BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
         ({"dt_bias": ((2, 2, 128), BF16)}, r"dt_bias is bf16, expected f32"),
         ({"initial_state": ((2, 3, 2, 128, 128), F16)}, r"initial_state is f16, expected f32 or bf16"),
         ({"offsets": ((2, 4), F32)}, r"offsets is f32, expected s32"),
+        ({"checkpoints": ((2, 0, 2, 128, 128), F32)}, r"checkpoints has .*128\], expected \[0\]"),
+        ({"checkpoint_every": np.int32(64)}, r"checkpoints has shape \[0\], expected \[2, 0, 2, 128, 128\]"),
+        ({"checkpoint_every": np.int32(96)}, r"checkpoint_every is 96, expected 0 or a positive multiple"),
+        ({"checkpoint_every": np.int32(-64)}, r"checkpoint_every is -64, expected 0 or a positive multiple"),
+        (
+            {"checkpoint_every": np.int32(64), "checkpoints": ((2, 0, 2, 128, 128), BF16)},
+            r"checkpoints and final_state have different dtypes",
+        ),
+        (
+            {"checkpoint_every": np.int32(64), "checkpoints": ((2, 0, 2, 128, 128), F16)},
+            r"checkpoints is f16, expected f32 or bf16",
+        ),
         ({"workspace": ((15,), jnp.uint8)}, r"workspace has 15 bytes, this route needs 16"),
         ({"workspace": ((16,), jnp.int8)}, r"workspace is another dtype, expected u8"),
         ({"gate": np.int32(3)}, r"gate is 3, expected 0, 1 or 2"),
@@ -349,7 +375,8 @@ class DecodeCall(Call):
         state = ((P, HV, 128, 128), jnp.bfloat16)
         self.operands |= {"state": state, "state_indices": ((B,), jnp.int32)}
         self.results = {"o": self.results["o"], "new_state": state}
-        del self.attributes["route"], self.attributes["segment_chunks"]
+        for name in ("route", "segment_chunks", "checkpoint_every"):
+            del self.attributes[name]
         self.aliases = {7: 1}
 
     def run(self) -> None:

@@ -108,6 +108,7 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "decode",
         "segmented",
         "segmented-calls",
+        "checkpoints",
     ],
 )
 def test_the_kernels_are_right(program: Path, part: str) -> None:

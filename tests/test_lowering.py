@@ -67,7 +67,7 @@ def test_a_plain_call():
         "0xf32",
         "0xi32",
     ]
-    assert emitted["results"] == ["2x7x4x128xbf16", "2x1x4x128x128xf32", "0xui8"]
+    assert emitted["results"] == ["2x7x4x128xbf16", "2x1x4x128x128xf32", "0xui8", "0xf32"]
     assert emitted["attributes"] == {
         "scale": "0.0883883461 : f32",
         "lower_bound": "0.000000e+00 : f32",
@@ -76,6 +76,7 @@ def test_a_plain_call():
         "l2norm": "false",
         "state_v_first": "false",
         "segment_chunks": "0 : i32",
+        "checkpoint_every": "0 : i32",
         "route": f'"{decision.route.value}"',
     }
     assert "alias" not in emitted["line"]
@@ -105,7 +106,7 @@ def test_a_call_with_everything():
         "1x3x4x128x128xbf16",
         "1x4xi32",
     ]
-    assert emitted["results"] == ["1x7x4x128xbf16", "1x3x4x128x128xbf16", "0xui8"]
+    assert emitted["results"] == ["1x7x4x128xbf16", "1x3x4x128x128xbf16", "0xui8", "0xf32"]
     attributes = emitted["attributes"]
     assert (attributes["scale"], attributes["lower_bound"]) == ("5.000000e-01 : f32", "-4.000000e+00 : f32")
     assert (attributes["gate"], attributes["beta"]) == ("2 : i32", "2 : i32")
@@ -116,7 +117,7 @@ def test_a_call_with_everything():
 def test_softplus_without_bias_or_final_state():
     emitted, _ = lower_call(kda(gate="softplus", bias=False, output_final_state=False))
     assert emitted["operands"][5:] == ["1x4xf32", "0xf32", "2x1x4x128x128xf32", "0xi32"]
-    assert emitted["results"] == ["2x7x4x128xbf16", "0xf32", "0xui8"]
+    assert emitted["results"] == ["2x7x4x128xbf16", "0xf32", "0xui8", "0xf32"]
     assert emitted["attributes"]["gate"] == "1 : i32"
 
 

@@ -39,6 +39,10 @@ def test_serving_under_shard_map():
         assert name not in text
 
 
+def test_a_cache_of_prefixes():
+    recipes.prefix_cache("float32", BAR)
+
+
 def test_exporting():
     pytest.importorskip("flatbuffers")
     recipes.exporting("float32", BAR, jit)

@@ -42,6 +42,8 @@ def cells(markdown: str) -> tuple[list[str], list[list[str]]]:
 
 def is_named(row: rows.Row, name: str) -> bool:
     """Whether a table's first cell names the row's shape: read, not made as the tool makes it."""
+    if "checkpoint_every" in row:
+        return False  # no table shows them
     if match := PACKED.match(name):
         numbers = [int(n) for n in re.findall(r"\d+", match[1])]
         lengths = [numbers[1]] * numbers[0] if " x " in match[1] else numbers

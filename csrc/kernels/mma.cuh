@@ -83,6 +83,8 @@ KDA_DEVICE void store_shared4(uint32_t a, float4 v) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" :: "r"(a), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
+// An address in global memory that went through an integer: as a pointer of which the compiler knows that.
+KDA_DEVICE char* global_pointer(uint64_t address) { return static_cast<char*>(__cvta_global_to_generic(address)); }
 KDA_DEVICE void store_global(void* p, uint32_t x) { asm volatile("st.global.b32 [%0], %1;" :: "l"(p), "r"(x) : "memory"); }
 KDA_DEVICE void store_global2(void* p, float x, float y) { asm volatile("st.global.v2.f32 [%0], {%1,%2};" :: "l"(p), "f"(x), "f"(y) : "memory"); }
 // Predicated rather than branched around, so that a loop body stays one basic block for the scheduler.

@@ -52,24 +52,20 @@ KDA_DEVICE uint32_t tile_at(uint32_t square, int row, int column, int lane) { re
 // the warp itself. Norms are diagonals of small products. `rows`: raw, panels `stride` apart.
 KDA_DEVICE void store_factors(const PrepareContext& c, uint32_t rows, uint32_t stride, float beta, uint32_t factors, int lane) {
   const int g = lane >> 2, t = lane & 3, w = c.warp;
-  // As left operand {k, q} x {channels 0-7, 8-15}, rows 0-7 being k's and rows 8-15 q's; as right operands {channels 0-7, 8-15} of k, then of q. Loaded
-  // twice, because an operand's registers must be neighbours.
-  const uint32_t first = rows + panel_unit(lane & 7, 0) + w * 1024;
-  const uint32_t left = (first + ((lane >> 3) & 1 ? stage::kQuery : stage::kKey)) ^ ((lane >> 4) << 4);
-  const uint32_t right = (first + ((lane >> 4) ? stage::kQuery : stage::kKey)) ^ (((lane >> 3) & 1) << 4);
+  const uint32_t quad = rows + ((lane >> 3) & 1 ? stage::kQuery : stage::kKey) + panel_unit(lane & 7, lane >> 4) + w * 1024;
   float gram_k[2][4], gram_q[2][4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) gram_k[0][i] = gram_k[1][i] = gram_q[0][i] = gram_q[1][i] = 0.f;
 #pragma unroll
-  for (int part = 0; part < 4; ++part) {
-    uint32_t a[2][4], b[2][4];
+  for (int half = 0; half < 2; ++half) {
+    uint32_t f[4][4];  // {k, q} x {channels 0-7, 8-15}: rows 0-7 are k's, rows 8-15 q's
 #pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      const uint32_t step = ((part & 1) * 2 + s) << 5, panel = (part >> 1) * stride;
-      load_tiles(a[s], (left ^ step) + panel), load_tiles(b[s], (right ^ step) + panel);
+    for (int s = 0; s < 4; ++s) load_tiles(f[s], (quad ^ (s << 5)) + half * stride);
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      mma_bf16(gram_k[s & 1], f[s], f[s][0], f[s][2]);
+      mma_bf16(gram_q[s & 1], f[s], f[s][1], f[s][3]);
     }
-#pragma unroll
-    for (int s = 0; s < 2; ++s) mma_bf16(gram_k[s], a[s], b[s][0], b[s][1]), mma_bf16(gram_q[s], a[s], b[s][2], b[s][3]);
   }
   const float strength = shuffle(beta, w * 8 + g);
   if (t == (g >> 1)) {

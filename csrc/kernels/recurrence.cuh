@@ -50,8 +50,8 @@ struct RecurrenceContext {
 };
 
 // At least one token: an empty sequence never comes here (joining it with the state behind the loop would cost the compiler copies of the
-// whole state while products are in flight).
-template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContext& c, State& st) {
+// whole state while products are in flight). behind_chunk(st, chunks) sees the state behind a chunk: one of `chunks` that there still were.
+template <class Engine, class Pipe, class BehindChunk> KDA_DEVICE void recur(const RecurrenceContext& c, State& st, BehindChunk behind_chunk) {
   static_assert(Pipe::kStages >= 3);
   // Where there is room, neither is formed anew inside the loop: reading a special register takes longer than some of the products.
   const int lane = Pipe::kRoomy ? int(opaque(c.lane)) : c.lane;
@@ -237,6 +237,7 @@ template <class Engine, class Pipe> KDA_DEVICE void recur(const RecurrenceContex
     sync_warp();
     if constexpr (!Pipe::kRoomy) turn_out(slot);
     if (lane == 0 && more && there) Pipe::release(shared, slot, parity);
+    behind_chunk(st, chunks);
 #pragma unroll
     for (int s = 0; s < 8; s += 2) {
       if constexpr (!Pipe::kRoomy) fetch_decay(decays, s, s + 2);

@@ -204,6 +204,10 @@ def test_recipe_heads_first():
     recipes.heads_first("bfloat16", BAR_DOUBLED)
 
 
+def test_recipe_a_cache_of_prefixes():
+    recipes.prefix_cache("bfloat16", BAR_DOUBLED)
+
+
 def test_recipe_exporting():
     pytest.importorskip("flatbuffers")
     recipes.exporting("bfloat16", BAR_DOUBLED)

@@ -42,6 +42,7 @@ struct Case {
   int owners() const { return kernel == kM64 || kernel == kC4M64 ? 2 : 1; }
   int gate_rows = 1;
   int segment_chunks = 0;  // not 0: the segmented route, with segments of so many chunks
+  int checkpoint_every = 0;
   int sm_count = 132;
 };
 
@@ -67,6 +68,14 @@ class Call {
   int begin(int s) const { return c.offsets.empty() ? 0 : c.offsets[offset_of(s)]; }
   int tokens(int s) const { return c.offsets.empty() ? c.T : c.offsets[offset_of(s) + 1] - begin(s); }
   size_t row(int s) const { return size_t(s / row_sequences()) * c.T + begin(s); }
+  // Of checkpoints: those of a batch row, of a sequence, and the sequence's first among all.
+  int places() const { return c.checkpoint_every ? c.T / c.checkpoint_every : 0; }
+  int own_places(int s) const { return tokens(s) / c.checkpoint_every; }
+  int first_place(int s) const {
+    int place = s / row_sequences() * places();
+    for (int i = s / row_sequences() * row_sequences(); i < s; ++i) place += own_places(i);
+    return place;
+  }
 
   void set_kernel(decltype(Case::kernel) kernel) { c.kernel = kernel; }
 
@@ -85,7 +94,7 @@ class Call {
     const bool f32 = c.state_out == DType::kF32;
     const Guarded on_q(q, false), on_k(k, false), on_v(v, false), on_g(g, c.g_f32), on_beta(beta, c.beta_f32), on_a_log(a_log, true),
         on_dt(dt, true), on_state(state, c.state_in == DType::kF32), on_offsets(c.offsets.size() * 4), on_o(o.size() * 2),
-        on_final(state.size() * (f32 ? 4 : 2));
+        on_final(state.size() * (f32 ? 4 : 2)), on_checkpoints(size_t(c.B) * places() * c.HV * D * D * (f32 ? 4 : 2));
     std::copy(c.offsets.begin(), c.offsets.end(), reinterpret_cast<int32_t*>(on_offsets.data()));
     PrefillArgs a{};
     a.q = on_q.data(), a.k = on_k.data(), a.v = on_v.data(), a.g = on_g.data(), a.beta = on_beta.data();
@@ -94,6 +103,7 @@ class Call {
     a.initial_state = c.has_state ? on_state.data() : nullptr;
     a.offsets = c.offsets.empty() ? nullptr : reinterpret_cast<int32_t*>(on_offsets.data());
     a.o = on_o.data(), a.final_state = c.wants_state ? on_final.data() : nullptr;
+    a.checkpoints = places() ? on_checkpoints.data() : nullptr, a.checkpoint_every = c.checkpoint_every;
     a.B = c.B, a.T = c.T, a.N = row_sequences(), a.H = c.H, a.HV = c.HV, a.gate_rows = c.gate_rows;
     a.g_dtype = c.g_f32 ? DType::kF32 : DType::kBF16, a.beta_dtype = c.beta_f32 ? DType::kF32 : DType::kBF16;
     a.state_in_dtype = c.state_in, a.state_out_dtype = c.state_out;
@@ -128,7 +138,12 @@ class Call {
     check(e == cudaSuccess, what() + ": error " + std::to_string(e));
     o = decode(on_o, o.size(), false);
     final_state = decode(on_final, state.size(), f32);
+    checkpoints = decode(on_checkpoints, size_t(c.B) * places() * c.HV * D * D, f32);
     ++cases;
+  }
+
+  size_t state_at(int s, int h, int i) const {  // element i of [K, V]
+    return (size_t(s) * c.HV + h) * D * D + (c.v_first ? i % D * D + i / D : i);
   }
 
   void run_and_check() {
@@ -143,7 +158,11 @@ class Call {
         const int block = tokens(s) && !c.segment_chunks ? find_block(x) : -1;
         for (int chunk = 0; chunk * C < tokens(s) && !c.segment_chunks; ++chunk)
           for (int rank = 0; rank < c.owners(); ++rank) check_packet(s, block / c.ranks() * c.ranks() + rank, chunk, x);
-        recur_exactly(s, h, x, S, want_o);
+        recur_exactly(s, h, x, S, want_o, [&](int number) {
+          Vector got(D * D);
+          for (int i = 0; i < D * D; ++i) got[i] = checkpoints[state_at(first_place(s) + number, h, i)];
+          check_close(what() + ": checkpoint " + std::to_string(number), got.data(), S.data(), D * D, bar);
+        });
         if (!c.wants_state) continue;
         Vector got(D * D);
         for (int i = 0; i < D * D; ++i) got[i] = final_state[state_at(s, h, i)];
@@ -152,6 +171,11 @@ class Call {
           check(got[i] == rounded(S[i], c.state_out == DType::kF32), what() + ": an empty sequence changes its state");
       }
     check_close(what() + ": o", o.data(), want_o.data(), o.size(), bar);
+    for (int b = 0; b < c.B && places() > 0; ++b) {
+      const int last = (b + 1) * row_sequences() - 1;
+      for (size_t i = size_t(first_place(last) + own_places(last)) * c.HV * D * D; i < size_t(b + 1) * places() * c.HV * D * D; ++i)
+        check(checkpoints[i] == 0., what() + ": a place without a checkpoint is not zero");
+    }
     for (size_t i = 0; i < o.size(); ++i) check(want_o[i] != 0. || o[i] == 0., what() + ": o outside every sequence is not zero");
   }
 
@@ -159,13 +183,13 @@ class Call {
     return c.gates + (bounded() ? ", bounded" : ", unbounded") + (c.g_f32 ? ", f32 gates" : "") + (c.l2norm ? "" : ", no norm") +
            (c.segment_chunks ? ", segments of " + std::to_string(c.segment_chunks) : "") + (c.warp_engine ? ", warp engine" : "") +
            std::array{"", ", pair", ", C4 M128", ", C4 M64", ", C8"}[c.kernel] + (c.tensor_maps ? "" : ", no tensor maps") + ", T = " + std::to_string(c.T) +
-           (c.offsets.empty() ? "" : ", packed");
+           (c.offsets.empty() ? "" : ", packed") + (c.checkpoint_every ? ", checkpoints every " + std::to_string(c.checkpoint_every) : "");
   }
 
   Case c;
   GateMode mode = GateMode::kSafe;
   float lower_bound = -5.f;
-  Vector q, k, v, g, beta, state, a_log, dt, o, final_state;
+  Vector q, k, v, g, beta, state, a_log, dt, o, final_state, checkpoints;
   std::map<std::pair<int, int>, Packet> packets;  // of (block, chunk)
 
  private:
@@ -184,9 +208,6 @@ class Call {
     for (size_t i = 0; i < n; ++i)
       x[i] = f32 ? reinterpret_cast<const float*>(from.data())[i] : bf16_to_float(reinterpret_cast<const uint16_t*>(from.data())[i]);
     return x;
-  }
-  size_t state_at(int s, int h, int i) const {  // element i of [K, V]
-    return (size_t(s) * c.HV + h) * D * D + (c.v_first ? i % D * D + i / D : i);
   }
 
   // The regimes of the contract, and a few more. `long` and `mixed` give a wanted decay through the safe gate's raw input.
@@ -248,7 +269,8 @@ class Call {
     return x;
   }
 
-  void recur_exactly(int s, int h, const Activations& x, Vector& S, Vector& want_o) const {
+  // at_checkpoint(number) is called where S is the state that the sequence's checkpoint of that number holds.
+  template <class F> void recur_exactly(int s, int h, const Activations& x, Vector& S, Vector& want_o, F at_checkpoint) const {
     Vector u(D);
     for (int t = 0; t < tokens(s); ++t) {
       const size_t at = ((row(s) + t) * c.HV + h) * D;
@@ -260,6 +282,7 @@ class Call {
       for (int b = 0; b < D; ++b) u[b] = x.beta[t] * (v[at + b] - u[b]);
       for (int a = 0; a < D; ++a)
         for (int b = 0; b < D; ++b) want_o[at + b] += x.q[t * D + a] * (S[a * D + b] += x.k[t * D + a] * u[b]);
+      if (c.checkpoint_every && (t + 1) % c.checkpoint_every == 0) at_checkpoint((t + 1) / c.checkpoint_every - 1);
     }
   }
 

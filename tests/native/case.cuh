@@ -87,6 +87,7 @@ struct Case {
   bool one_input = false;
   GateMode gate = GateMode::kSafe;
   int segment_chunks = 0;  // of the segmented routes; 0: their own choice
+  int checkpoint_every = 0;  // tokens; 0: no checkpoints
 
   int sequences() const { return lengths.empty() ? B : int(lengths.size()); }
   int covered() const {  // rows of a packed call that belong to a sequence
@@ -120,6 +121,7 @@ inline std::vector<int> parse_lengths(const std::string& text) {
 inline void validate(const Case& c) {
   folds(c.gates);
   if (c.B < 1 || c.T < 1 || c.H < 1 || c.HV < 1 || c.HV % c.H) throw std::invalid_argument("shape: B, T, H, HV must be 1 or more, HV a multiple of H");
+  if (c.checkpoint_every < 0 || c.checkpoint_every % 64) throw std::invalid_argument("checkpoint_every: must be 0 or a positive multiple of 64");
   if (c.lengths.empty()) return;
   for (int n : c.lengths)
     if (n < 0) throw std::invalid_argument("lengths: must be 0 or more");
@@ -164,6 +166,7 @@ inline Case parse_case(const std::string& line, std::string* route) {
     else if (name == "v_first") c.v_first = choose(name, value, yes);
     else if (name == "l2norm") c.l2norm = choose(name, value, yes);
     else if (name == "segment_chunks") c.segment_chunks = parse_number(name, value);
+    else if (name == "checkpoint_every") c.checkpoint_every = parse_number(name, value);
     else if (name == "has_state") c.has_state = choose(name, value, yes);
     else throw std::invalid_argument("unknown name '" + name + "'");
   }

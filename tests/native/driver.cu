@@ -92,6 +92,14 @@ std::vector<Case> all_cases() {
       several.segment_chunks = chunks;
       cases.push_back(several);
     }
+    for (int every : {64, 128}) {
+      Case kept = {gates.name, 2, 300, 1, 2};
+      kept.checkpoint_every = every, kept.v_first = every == 128, kept.segment_chunks = 3;
+      cases.push_back(kept);
+      Case packed_kept = {gates.name, 1, 700, 1, 2, {130, 0, 64, 63, 1, 257}};
+      packed_kept.checkpoint_every = every, packed_kept.state_out = every == 64 ? DType::kBF16 : DType::kF32, packed_kept.segment_chunks = 1;
+      cases.push_back(packed_kept);
+    }
     Case plain = {gates.name, 1, 96, 1, 1};
     plain.l2norm = false, plain.beta_mode = BetaMode::kPlain, plain.has_state = false;
     if (std::string(gates.name) != "collinear") cases.push_back(plain);
@@ -124,6 +132,7 @@ int check(Route route, const std::vector<Case>& cases) {
     if (c.g_dtype == DType::kF32) options += "f32 gates ";
     if (!c.lengths.empty()) options += c.covered() < c.T ? "packed, rows outside" : "packed bf16 state";
     if (!c.l2norm) options += "no norm, no state";
+    if (c.checkpoint_every) options += " checkpoints " + std::to_string(c.checkpoint_every);
     if (c.segment_chunks) options += " segments " + std::to_string(c.segment_chunks);
     std::printf("%-11s %4d %4d %2d %2d  %-22s %9.2e %9.2e %s\n", c.gates.c_str(), c.B, c.T, c.H, c.HV, options.c_str(), e.o, e.state, ok ? "" : "BAD");
   }

@@ -181,6 +181,7 @@ inline void store_shared2(uint32_t a, float x, float y) {
   machine->write(machine->lane(), a, v, 8);
 }
 inline void store_shared4(uint32_t a, float4 v) { machine->write(machine->lane(), a, &v, 16); }
+inline char* global_pointer(uint64_t address) { return reinterpret_cast<char*>(address); }
 inline void store_global(void* p, uint32_t x) { std::memcpy(p, &x, 4); }
 inline void store_global2(void* p, float x, float y) {
   const float v[2] = {x, y};

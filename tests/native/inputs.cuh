@@ -181,6 +181,10 @@ class Call {
     a.a_log = upload(x.a_log), a.dt_bias = upload(x.dt);
     o_bytes_ = values * 2, state_bytes_ = states * size_of(c.state_out);
     a.o = bytes(o_bytes_), a.final_state = bytes(state_bytes_);
+    if (c.checkpoint_every) {
+      checkpoint_bytes_ = size_t(c.B) * (c.T / c.checkpoint_every) * channels * D * size_of(c.state_out);
+      a.checkpoints = bytes(checkpoint_bytes_), a.checkpoint_every = c.checkpoint_every;
+    }
     a.B = c.B, a.T = c.T, a.N = c.lengths.empty() ? 1 : int64_t(c.lengths.size()), a.H = c.H, a.HV = c.HV, a.gate_rows = 1;
     a.g_dtype = c.g_dtype, a.beta_dtype = c.beta_dtype, a.state_in_dtype = c.state_in, a.state_out_dtype = c.state_out;
     a.gate = x.gate, a.beta_mode = c.beta_mode, a.l2norm = c.l2norm, a.state_v_first = c.v_first;
@@ -211,13 +215,14 @@ class Call {
   void poison() {
     CUDA(cudaMemset(a.o, 0xff, o_bytes_));
     CUDA(cudaMemset(a.final_state, 0xff, state_bytes_));
+    if (checkpoint_bytes_) CUDA(cudaMemset(a.checkpoints, 0xff, checkpoint_bytes_));
     if (a.workspace_bytes) CUDA(cudaMemset(a.workspace, 0xff, a.workspace_bytes));
     CUDA(cudaDeviceSynchronize());
   }
 
  private:
   std::vector<void*> owned_;
-  size_t o_bytes_ = 0, state_bytes_ = 0;
+  size_t o_bytes_ = 0, state_bytes_ = 0, checkpoint_bytes_ = 0;
 
   static size_t size_of(DType type) { return type == DType::kF32 ? 4 : 2; }
 

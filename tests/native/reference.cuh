@@ -17,7 +17,7 @@ __device__ inline double over_warp(double x) {
 }
 
 // A block takes 32 value channels of one sequence and head (value channels never interact), four threads a channel: each holds 32 of its 128 key
-// channels of the state. It adds up how far a.o and a.final_state lie from the recurrence:
+// channels of the state. It adds up how far a.o, a.final_state and checkpoints (as states) lie from the recurrence:
 //   sums[block] = |o - o'|^2, |o'|^2, |state - state'|^2, |state'|^2
 __global__ void __launch_bounds__(128) judge_kernel(const __grid_constant__ PrefillArgs a, double* sums) {
   __shared__ __align__(16) double k_s[kTokens][D], q_s[kTokens][D], decay_s[kTokens][D];
@@ -33,9 +33,16 @@ __global__ void __launch_bounds__(128) judge_kernel(const __grid_constant__ Pref
   }
   // Key channels of this thread: 8 j + 2 quarter and the next, j < 16.
   auto channel = [&](int i) { return i / 2 * 8 + quarter * 2 + i % 2; };
-  auto state_at = [&](int i) {
-    return size_t(task) * D * D + (a.state_v_first ? size_t(column) * D + channel(i) : size_t(channel(i)) * D + column);
+  auto element_of = [&](int64_t state, int i) {
+    return size_t(state) * D * D + (a.state_v_first ? size_t(column) * D + channel(i) : size_t(channel(i)) * D + column);
   };
+  auto state_at = [&](int i) { return element_of(task, i); };
+  const int64_t places = a.checkpoint_every ? a.T / a.checkpoint_every : 0;  // of a row's checkpoints
+  int64_t place = row * places;                                               // of the next one
+  for (int64_t i = 0; i < n && places; ++i) {
+    const int32_t* offsets = a.offsets + row * (a.N + 1) + i;
+    place += (offsets[1] - offsets[0]) / a.checkpoint_every;
+  }
   double S[32];
 #pragma unroll
   for (int i = 0; i < 32; ++i) S[i] = a.initial_state ? load(a.initial_state, state_at(i), a.state_in_dtype) : 0.;
@@ -102,8 +109,22 @@ __global__ void __launch_bounds__(128) judge_kernel(const __grid_constant__ Pref
         const double far = load(a.o, ((size_t(row) * a.T + t0 + i) * a.HV + head) * D + column, DType::kBF16) - read;
         far_o += far * far, size_o += read * read;
       }
+      if (places && (t0 + i + 1 - begin) % a.checkpoint_every == 0) {
+#pragma unroll
+        for (int j = 0; j < 32; ++j) {
+          const double far = load(a.checkpoints, element_of(place * a.HV + head, j), a.state_out_dtype) - S[j];
+          far_state += far * far, size_state += S[j] * S[j];
+        }
+        ++place;
+      }
     }
   }
+  // Places that no sequence has are zeros.
+  for (; n == a.N - 1 && place < (row + 1) * places; ++place)
+    for (int j = 0; j < 32; ++j) {
+      const double x = load(a.checkpoints, element_of(place * a.HV + head, j), a.state_out_dtype);
+      far_state += x * x;
+    }
   // Rows of a packed call that belong to no sequence are zeros.
   if (a.offsets && quarter == 0) {
     auto outside = [&](int64_t from, int64_t to) {

@@ -14,6 +14,7 @@
 //   calls        states, grouped heads, packed sequences, offsets of every wrong kind, NaN
 //   resets       gates that forget a large state
 //   decode       the decode kernel: layouts, slices, gates, pools
+//   checkpoints  states behind every n-th token, on every route: against double precision, against the call that ends there, and gone on from
 //   segmented, segmented-calls
 //                the segmented route: gate regimes and lengths of segments; options, packed sequences, offsets of every wrong kind, prefixes
 //   prefix-bounded, prefix-unbounded
@@ -298,7 +299,9 @@ template <class Engine> void run_recurrence(const char* name, int tokens, bool d
       auto element = [&](int i) { return (8 * (i >> 2) + 2 * t + (i & 1)) * rows + warp * 16 + 8 * ((i >> 1) & 1) + g; };
       for (int i = 0; i < 64; ++i) st[i] = start[element(i)];
       const int64_t from_o = reinterpret_cast<const char*>(values.data()) - reinterpret_cast<const char*>(out);
-      recur<Engine, P>({base, warp, lane, out + first_value + warp * 16, from_o, stride, tokens}, st);
+      int left = chunks;
+      recur<Engine, P>({base, warp, lane, out + first_value + warp * 16, from_o, stride, tokens}, st,
+                       [&](const State&, int number) { check(number == left--, std::string(name) + ": chunks are not counted down"); });
       for (int i = 0; i < 64; ++i) end[element(i)] = st[i];
     }
   });
@@ -324,6 +327,7 @@ void test_recurrence() {
 #include "baseline_cases.h"
 #include "decode_cases.h"
 #include "segmented_cases.h"
+#include "checkpoint_cases.h"
 
 // A touched guard page is a failure like any other. On a stack of its own: the lanes' may be what ran over.
 void report_touch(int) {
@@ -346,7 +350,8 @@ int run(int argc, char** argv) {
       {"inverse", test_inverse}, {"recurrence", test_recurrence},         {"packets", test_packets}, {"cluster", test_cluster},
       {"tails", test_tails},     {"calls", test_calls},                   {"prefix-bounded", test_prefix_bounded},
       {"resets", test_resets},   {"prefix-unbounded", test_prefix_unbounded}, {"decode", test_decode},
-      {"segmented", test_segmented}, {"segmented-calls", test_segmented_calls}, {"same-bits", test_same_bits}, {"fallback", test_fallback}};
+      {"segmented", test_segmented}, {"segmented-calls", test_segmented_calls}, {"same-bits", test_same_bits}, {"fallback", test_fallback},
+      {"checkpoints", test_checkpoints}};
   std::vector<std::string> names;
   unsigned seed = 1;
   for (int i = 1; i < argc; ++i) {
