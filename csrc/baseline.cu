@@ -35,6 +35,7 @@ template <int kRanks, bool kBounded, bool kGatesF32> struct Baseline {
   static constexpr int kConsumers = 2 / kRanks, kConsumerThreads = kConsumers * 128;  // warpgroups of K2
   static constexpr int kBuffers = kRanks == 1 && kBounded && !kGatesF32 ? 2 : 1;  // of a group's raw rows: two where they fit
   static constexpr bool kRoomy = false;
+  static constexpr bool kShortOfStages = kRanks == 2;
   static constexpr int kStages = kBuffers == 2 ? 3 : 4;
   using Prepare = std::conditional_t<kBounded, PrepareBounded<kGatesF32, SharedPacket, kBuffers>, PrepareUnbounded<kGatesF32, SharedPacket>>;
   static constexpr int kGroups = kRanks == 2 && !kGatesF32 ? 3 : 2, kGroupThreads = Prepare::kWarps * 32;  // of K1
@@ -164,9 +165,7 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
     if (task.tokens > 0) {
       State st;
       load_state(st, state(a.initial_state, a.state_in_dtype), a.state_in_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
-      recur<Engine, L>(context, st, [&](const State& now, int chunks) {
-        store_checkpoint(a, base + L::kCheckpoints, now, chunks, value_row(), int(opaque(threadIdx.x)) & 31);
-      });
+      recur<Engine, L>(context, st, Checkpoints{a, base + L::kCheckpoints, value_row});
       if (a.final_state)
         store_state(st, const_cast<char*>(state(a.final_state, a.state_out_dtype)), a.state_out_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
     } else if (a.final_state) {

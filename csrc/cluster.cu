@@ -51,6 +51,7 @@ template <class R, bool kBounded, bool kGatesF32> struct Cluster : R {
   static constexpr int kShare = 512 / ((kThreads + 127) / 128) / 8 * 8;
   static constexpr int kConsumerRegisters = kConsumers == 1 ? 232 : kShare < 168 ? 168 : kShare;
   static constexpr bool kRoomy = kConsumers == 1;
+  static constexpr bool kShortOfStages = false;
 
   static constexpr int kStages = 6;
   static constexpr uint32_t kStageBytes = stage::kBytes;
@@ -180,9 +181,7 @@ __global__ void __cluster_dims__(R::kRanks, 1, 1) __launch_bounds__(Cluster<R, k
     if (task.tokens > 0) {
       State st;
       load_state(st, state(a.initial_state, a.state_in_dtype), a.state_in_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
-      recur<Engine, L>(context, st, [&](const State& now, int chunks) {
-        store_checkpoint(a, base + L::kCheckpoints, now, chunks, value_row(), int(opaque(threadIdx.x)) & 31);
-      });
+      recur<Engine, L>(context, st, Checkpoints{a, base + L::kCheckpoints, value_row});
       if (a.final_state)
         store_state(st, const_cast<char*>(state(a.final_state, a.state_out_dtype)), a.state_out_dtype, a.state_v_first, value_row(),
                     int(opaque(threadIdx.x)) & 31);

@@ -146,6 +146,7 @@ template <int kRowGroups, bool kOutputs> struct ReaderLayout {
   // As many as a CTA of 128 rows has room for. One of 64 rows in step 2 has fewer, and so finds room beside two groups of step 1.
   static constexpr int kStages = kRowGroups == 1 && !kOutputs ? 5 : 6;
   [[maybe_unused]] static constexpr bool kRoomy = kRowGroups == 1;
+  [[maybe_unused]] static constexpr bool kShortOfStages = false;
   static constexpr uint32_t kStageBytes = stage::kBytes;
   static constexpr uint32_t kValues = kStages * kStageBytes;
   static constexpr uint32_t kOnes = kValues + (kOutputs ? kWarps * kStages * 1024 : 0);
@@ -305,9 +306,7 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, 1)
   auto* o = static_cast<uint16_t*>(a.o) + first_row(a, u.task, a.HV, u.task.head, kHeadDim) + first * a.HV * kHeadDim + value_row();
   const int64_t values = static_cast<const char*>(a.v) - static_cast<const char*>(a.o);
   const RecurrenceContext context = {base, warp, lane, o, values, int(a.HV) * kHeadDim, tokens};
-  recur<Engine, L>(context, st, [&](const State& now, int chunks) {
-    store_checkpoint(a, base + L::kCheckpoints, now, chunks, value_row(), int(opaque(threadIdx.x)) & 31);
-  });
+  recur<Engine, L>(context, st, Checkpoints{a, base + L::kCheckpoints, value_row});
   if (const auto final_state = get_state_at(base + L::kState))
     store_state(st, final_state, a.state_out_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
 }

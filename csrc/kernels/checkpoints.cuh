@@ -49,17 +49,30 @@ KDA_DEVICE void put_checkpoints(uint32_t where, const PrefillArgs& a, const Task
                              from_bits(0xffffffffu / every + 1), from_bits(every)});
 }
 
-// Behind a chunk, with `chunks` of the CTA's part still to go and this one: the state goes to its place, if it has one. By the warps of recur().
-// A multiple of `every` is what the product with its reciprocal, rounded up, gives back exactly.
-KDA_DEVICE void store_checkpoint(const PrefillArgs& a, uint32_t where, const State& st, int chunks, int value_row, int lane) {
-  if (a.checkpoint_every == 0) return;
-  const float4 x = load_shared4(where + 16);
-  const uint32_t done = bits(x.y) - uint32_t(chunks), number = uint32_t(uint64_t(done) * bits(x.z) >> 32);
-  if (number * bits(x.w) != done || done > bits(x.x)) return;
-  const float2 first = load_shared2(where);
-  char* const to = global_pointer(join(bits(first.x), bits(first.y)) + number * uint64_t(a.HV * checkpoint_bytes(a)));
-  store_state(st, to, a.state_out_dtype, a.state_v_first, value_row, lane);
-}
+// Where recur() stops, and what it leaves there. value_row(), lane(): formed anew each time, so that nothing lives through the loop.
+template <class ValueRow> struct Checkpoints {
+  const PrefillArgs& a;
+  uint32_t where;
+  ValueRow value_row;
+
+  KDA_DEVICE int stop(int chunks) const {
+    if (a.checkpoint_every == 0) return 1;
+    const float4 x = load_shared4(where + 16);
+    const uint32_t done = bits(x.y) - uint32_t(chunks), number = uint32_t(uint64_t(done) * bits(x.z) >> 32);  // exact: the reciprocal is rounded up
+    const uint32_t next = (number + (number * bits(x.w) != done)) * bits(x.w);
+    return next > bits(x.x) || next >= bits(x.y) ? 1 : int(bits(x.y) - next);
+  }
+  KDA_DEVICE void store(const State& st, int chunks) const {
+    if (a.checkpoint_every == 0) return;
+    const float4 x = load_shared4(where + 16);
+    const uint32_t done = bits(x.y) - uint32_t(chunks), number = uint32_t(uint64_t(done) * bits(x.z) >> 32);
+    if (number * bits(x.w) != done || done > bits(x.x)) return;
+    const float2 first = load_shared2(where);
+    char* const to = global_pointer(join(bits(first.x), bits(first.y)) + number * uint64_t(a.HV * checkpoint_bytes(a)));
+    store_state(st, to, a.state_out_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
+  }
+};
+template <class ValueRow> Checkpoints(const PrefillArgs&, uint32_t, ValueRow) -> Checkpoints<ValueRow>;
 
 // Places of a row that no sequence has, of one head, become zeros: number `share` of `shares` of them. By whole warps.
 KDA_DEVICE void zero_checkpoints(const PrefillArgs& a, int64_t row, int head, int share, int shares, int thread, int threads) {

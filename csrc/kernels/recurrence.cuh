@@ -35,8 +35,8 @@ namespace jax_kda {
 using State = float[64];
 
 // Pipe is the kernel's layout of shared memory, as constants, because registers are what the loop is short of: kStages, kStageBytes (stages from
-// offset 0), kFull (barriers: the packet is there), kValues (1 KB a stage and warp), kOnes ([128] f32 ones: the decay behind the last chunk),
-// kRoomy (registers are free for more to be fetched ahead).
+// offset 0), kFull (barriers: the packet is there), kValues (1 KB a stage and warp), kOnes ([128] f32 ones: the decay behind the last chunk of a run),
+// kRoomy (registers are free for more to be fetched ahead), kShortOfStages (a stage is let go before the next packet is there).
 // Pipe::release(shared, slot, round) is called by one lane of each warp that has done with a stage, Pipe::seen(shared, slot, round) by one lane of the
 // first warp when a packet is there; round: how often the ring went round, mod 2.
 struct RecurrenceContext {
@@ -50,8 +50,9 @@ struct RecurrenceContext {
 };
 
 // At least one token: an empty sequence never comes here (joining it with the state behind the loop would cost the compiler copies of the
-// whole state while products are in flight). behind_chunk(st, chunks) sees the state behind a chunk: one of `chunks` that there still were.
-template <class Engine, class Pipe, class BehindChunk> KDA_DEVICE void recur(const RecurrenceContext& c, State& st, BehindChunk behind_chunk) {
+// whole state while products are in flight). The loop runs from checkpoint to checkpoint: checkpoints.stop(chunks) says how many of the `chunks` that are
+// left will be left when the run comes to its last one, 1 being the sequence's; checkpoints.store(st, stop) sees the state behind that one.
+template <class Engine, class Pipe, class Checkpoints> KDA_DEVICE void recur(const RecurrenceContext& c, State& st, const Checkpoints& checkpoints) {
   static_assert(Pipe::kStages >= 3);
   // Where there is room, neither is formed anew inside the loop: reading a special register takes longer than some of the products.
   const int lane = Pipe::kRoomy ? int(opaque(c.lane)) : c.lane;
@@ -157,103 +158,116 @@ template <class Engine, class Pipe, class BehindChunk> KDA_DEVICE void recur(con
 #pragma unroll
   for (int s = 0; s < 8; s += 4) fetch_decay(stage + stage::kDecay, s, s + 4), decay(s, s + 4);
 
-  bool more = true;
+  int chunks = (c.tokens + kChunk - 1) / kChunk;
+  bool more;
 #pragma unroll 1
-  for (int chunks = (c.tokens + kChunk - 1) / kChunk; more; --chunks) {
-    more = chunks > 1;
-    const uint32_t wrap = slot + 1 == Pipe::kStages;
-    const uint32_t next_slot = wrap ? 0 : slot + 1, last_slot = slot == 0 ? Pipe::kStages - 1 : slot - 1;
-    const uint32_t next = more ? shared + next_slot * Pipe::kStageBytes : stage;
-    const uint32_t here = uniform(stage);  // in a uniform register, where the products' descriptors are formed; they do not live across a wait
+  do {
+    const int stop = checkpoints.stop(chunks);
+#pragma unroll 1
+    do {
+      more = chunks > 1;
+      const uint32_t wrap = slot + 1 == Pipe::kStages;
+      const uint32_t next_slot = wrap ? 0 : slot + 1, last_slot = slot == 0 ? Pipe::kStages - 1 : slot - 1;
+      const uint32_t next = more ? shared + next_slot * Pipe::kStageBytes : stage;
+      const uint32_t here = uniform(stage);  // in a uniform register, where the products' descriptors are formed; they do not live across a wait
 
-    if constexpr (!Pipe::kRoomy) fetch_beta(stage);
-    Engine::template wait<0>();
-    pin(p);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) r_operand[i >> 2][i & 3] = pack_bf16(p[2 * i] * beta[i >> 1].x, p[2 * i + 1] * beta[i >> 1].y);
-    pin(o);
-    pin(u);
-    Engine::begin();
-    Engine::square(u, r_operand, here, stage::kA, false, lane);
-    Engine::commit();
-#pragma unroll
-    for (int k = 0; k < 8; ++k) Engine::rows(o, rounded[k], here, stage::kQuery, k, k > 0, lane);
-    Engine::commit();
-
-    copies_wait<Pipe::kStages - 3>();
-    if constexpr (Pipe::kRoomy) {
-      turn_out(last_slot);
-      send_out(last_slot, 1, left_before);
-      copy_values(Pipe::kStages - 1, last_slot);
-    } else {
-      sync_warp();
-    }
-    const uint32_t still = uniform(stage);
-    Engine::template wait<1>();
-    pin(u);
-    round16(u_operand, u);
-
-    pin(st);
-    Engine::begin();
-    Engine::outer(st, u_operand, still, 0, lane);
-    Engine::commit();
-    Engine::outer(st + 32, u_operand, still, 1, lane);
-    Engine::commit();
-    Engine::square(o, u_operand, still, stage::kM, true, lane);
-    Engine::commit();
-
-    fetch_values(next_slot);
-    // Whoever prepares the next packet may be waiting for this stage: it is not held while there is nothing else to do.
-    const uint32_t full = shared + Pipe::kFull + 8 * next_slot;
-    const bool there = !more || count_lanes(barrier_try(full, parity ^ wrap)) == 32;
-    if (!there) {
+      if constexpr (!Pipe::kRoomy) fetch_beta(stage);
       Engine::template wait<0>();
-      pin(st);
+      pin(p);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) r_operand[i >> 2][i & 3] = pack_bf16(p[2 * i] * beta[i >> 1].x, p[2 * i + 1] * beta[i >> 1].y);
       pin(o);
-      sync_warp();
-      if (lane == 0) Pipe::release(shared, slot, parity);
-      barrier_wait(full, parity ^ wrap);
-    }
-    if (more && c.warp == 0 && lane == 0) Pipe::seen(shared, next_slot, parity ^ wrap);
-    const uint32_t ahead = uniform(next);
-    const uint32_t decays = more ? next + stage::kDecay : shared + Pipe::kOnes;
-    start_p();
-    Engine::template wait<2>();
-    pin<32>(st);
-    round_state(0, 4);
-    issue_p(ahead, 0, 4);
-    Engine::template wait<2>();
-    pin<32>(st + 32);
-    round_state(4, 8);
-    issue_p(ahead, 4, 8);
-    // Not fetched earlier, where there would be time: once the factors are there, the compiler puts the decay before the products.
-    if constexpr (Pipe::kRoomy) fetch_decay(decays, 0, 8), fetch_beta(next);
-    Engine::template wait<2>();
-    pin(o);
+      pin(u);
+      Engine::begin();
+      Engine::square(u, r_operand, here, stage::kA, false, lane);
+      Engine::commit();
+#pragma unroll
+      for (int k = 0; k < 8; ++k) Engine::rows(o, rounded[k], here, stage::kQuery, k, k > 0, lane);
+      Engine::commit();
 
-    // p(c + 1) is in flight (behind the last chunk: on the same stage, its result unused)
+      copies_wait<Pipe::kStages - 3>();
+      if constexpr (Pipe::kRoomy) {
+        turn_out(last_slot);
+        send_out(last_slot, 1, left_before);
+        copy_values(Pipe::kStages - 1, last_slot);
+      } else {
+        sync_warp();
+      }
+      const uint32_t still = uniform(stage);
+      Engine::template wait<1>();
+      pin(u);
+      round16(u_operand, u);
+
+      pin(st);
+      Engine::begin();
+      Engine::outer(st, u_operand, still, 0, lane);
+      Engine::commit();
+      Engine::outer(st + 32, u_operand, still, 1, lane);
+      Engine::commit();
+      Engine::square(o, u_operand, still, stage::kM, true, lane);
+      Engine::commit();
+
+      fetch_values(next_slot);
+      const uint32_t full = shared + Pipe::kFull + 8 * next_slot;
+      bool there = true;
+      if constexpr (Pipe::kShortOfStages) {
+        // Whoever prepares the next packet may be waiting for this stage: it is not held while there is nothing else to do.
+        there = !more || count_lanes(barrier_try(full, parity ^ wrap)) == 32;
+        if (!there) {
+          Engine::template wait<0>();
+          pin(st);
+          pin(o);
+          sync_warp();
+          if (lane == 0) Pipe::release(shared, slot, parity);
+          barrier_wait(full, parity ^ wrap);
+        }
+      } else if (more) {
+        barrier_wait(full, parity ^ wrap);
+      }
+      if (more && c.warp == 0 && lane == 0) Pipe::seen(shared, next_slot, parity ^ wrap);
+      const uint32_t ahead = uniform(next);
+      const uint32_t decays = chunks > stop ? next + stage::kDecay : shared + Pipe::kOnes;  // behind a run's last chunk: when the state has been stored
+      start_p();
+      Engine::template wait<2>();
+      pin<32>(st);
+      round_state(0, 4);
+      issue_p(ahead, 0, 4);
+      Engine::template wait<2>();
+      pin<32>(st + 32);
+      round_state(4, 8);
+      issue_p(ahead, 4, 8);
+      // Not fetched earlier, where there would be time: once the factors are there, the compiler puts the decay before the products.
+      if constexpr (Pipe::kRoomy) fetch_decay(decays, 0, 8), fetch_beta(next);
+      Engine::template wait<2>();
+      pin(o);
+
+      // p(c + 1) is in flight (behind the last chunk: on the same stage, its result unused)
 #pragma unroll
-    for (int i = 0; i < 8; ++i) out[i] = pack_bf16(o[2 * i], o[2 * i + 1]);
-    sync_warp();
-    if constexpr (!Pipe::kRoomy) turn_out(slot);
-    if (lane == 0 && more && there) Pipe::release(shared, slot, parity);
-    behind_chunk(st, chunks);
+      for (int i = 0; i < 8; ++i) out[i] = pack_bf16(o[2 * i], o[2 * i + 1]);
+      sync_warp();
+      if constexpr (!Pipe::kRoomy) turn_out(slot);
+      if (lane == 0 && more && there) Pipe::release(shared, slot, parity);
 #pragma unroll
-    for (int s = 0; s < 8; s += 2) {
-      if constexpr (!Pipe::kRoomy) fetch_decay(decays, s, s + 2);
-      decay(s, s + 2);
-    }
-    if constexpr (!Pipe::kRoomy) {
-      send_out(slot, 0, left);
-      copy_values(Pipe::kStages - 1, last_slot);
-    }
-    o_row += kChunk * c.stride;
-    left_before = left;
-    left -= kChunk;
-    stage = next;
-    slot = next_slot;
-    parity ^= wrap;
-  }
+      for (int s = 0; s < 8; s += 2) {
+        if constexpr (!Pipe::kRoomy) fetch_decay(decays, s, s + 2);
+        decay(s, s + 2);
+      }
+      if constexpr (!Pipe::kRoomy) {
+        send_out(slot, 0, left);
+        copy_values(Pipe::kStages - 1, last_slot);
+      }
+      o_row += kChunk * c.stride;
+      left_before = left;
+      left -= kChunk;
+      stage = next;
+      slot = next_slot;
+      parity ^= wrap;
+    } while (--chunks >= stop);
+    checkpoints.store(st, stop);
+    if (more)
+#pragma unroll
+      for (int s = 0; s < 8; s += 4) fetch_decay(stage + stage::kDecay, s, s + 4), decay(s, s + 4);
+  } while (more);
   Engine::template wait<0>();
   pin(p);
   if constexpr (Pipe::kRoomy) {
