@@ -1,6 +1,8 @@
 """Marks every test here as one for a GPU, hands out the routes, and writes down what a run on a GPU found.
 
-The record is bench/results/gpu-tests.json, or what JAX_KDA_GPU_TESTS_JSON names; a dry run writes only there.
+The record is bench/results/gpu-tests.json, or what JAX_KDA_GPU_TESTS_JSON names; a dry run writes only there. Where
+JAX_KDA_GPU_TESTS_UPDATE is set and the file is a record of the same product and machine, the tests that ran replace
+theirs there.
 """
 
 from __future__ import annotations
@@ -87,19 +89,24 @@ class Recorder:
             test["reason"] = reason[-2000:]
 
     def pytest_sessionfinish(self):
-        outcomes = [test["outcome"] for test in self.tests.values()]
+        ran = {name: test for name, test in self.tests.items() if test["outcome"] != "skipped"}
         wanted = os.environ.get("JAX_KDA_GPU_TESTS_JSON")
-        ran = any(outcome != "skipped" for outcome in outcomes)
         if not ran or (harness.DRY and not wanted):
             return
         path = Path(wanted or ROOT / "bench/results/gpu-tests.json")
+        product, tests, seconds = {"digest": _digest(), **_machine()}, self.tests, time.monotonic() - self.begin
+        if os.environ.get("JAX_KDA_GPU_TESTS_UPDATE"):
+            before = json.loads(path.read_text())
+            if product.items() <= before.items():
+                tests = {test["name"]: test for test in before["tests"]} | ran
+                seconds += before["seconds"]
+        outcomes = [test["outcome"] for test in tests.values()]
         record = {
-            "digest": _digest(),
-            **_machine(),
+            **product,
             "date": datetime.date.today().isoformat(),
             **{outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "skipped", "xfailed")},
-            "seconds": round(time.monotonic() - self.begin, 1),
-            "tests": sorted(self.tests.values(), key=lambda test: test["name"]),
+            "seconds": round(seconds, 1),
+            "tests": sorted(tests.values(), key=lambda test: test["name"]),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")
