@@ -173,8 +173,7 @@ __global__ void __cluster_dims__(R::kRanks, 1, 1) __launch_bounds__(Cluster<R, k
     // Formed anew behind the loop, which is short of registers.
     auto value_row = [&] { return (int(opaque(uint32_t(rank))) * L::kConsumerWarps + int(opaque(threadIdx.x)) / 32) * 16; };
     auto* o = static_cast<uint16_t*>(a.o) + first_row(a, task, a.HV, task.head, kHeadDim) + value_row();
-    const int64_t values = static_cast<const char*>(a.v) - static_cast<const char*>(a.o);
-    const RecurrenceContext context = {base, warp, lane, o, values, int(a.HV) * kHeadDim, task.tokens};
+    const RecurrenceContext context = {base, warp, lane, o, a, task.tokens};
     auto state = [&](const void* p, DType dtype) {
       return p ? static_cast<const char*>(p) + get_state(base + L::kRows) * int64_t(kHeadDim * kHeadDim * (dtype == DType::kF32 ? 4 : 2)) : nullptr;
     };

@@ -304,8 +304,7 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, 1)
   if (segment == 0) load_state(st, from, a.state_in_dtype, a.state_v_first, value_row(), lane);
   else load_slice(st, state_at(x, u.task, u.slot - 1) + value_row() / 16 * kSliceBytes, lane);
   auto* o = static_cast<uint16_t*>(a.o) + first_row(a, u.task, a.HV, u.task.head, kHeadDim) + first * a.HV * kHeadDim + value_row();
-  const int64_t values = static_cast<const char*>(a.v) - static_cast<const char*>(a.o);
-  const RecurrenceContext context = {base, warp, lane, o, values, int(a.HV) * kHeadDim, tokens};
+  const RecurrenceContext context = {base, warp, lane, o, a, tokens};
   recur<Engine, L>(context, st, Checkpoints{a, base + L::kCheckpoints, value_row});
   if (const auto final_state = get_state_at(base + L::kState))
     store_state(st, final_state, a.state_out_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);

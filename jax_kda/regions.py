@@ -33,36 +33,37 @@ class Cost:
     coefficients: tuple[float, ...]
 
 
-_MEASURED = "h200-regions.json, NVIDIA H200, commit d972b5c43acc"
+_MEASURED = "h200-regions.json, NVIDIA H200, commit 7514c50"
 MEASURED: tuple[Region, ...] = (
-    Region("segmented", (9, 0), (1, 1), (1, 1048576), _MEASURED),
-    Region("baseline_m64", (9, 0), (2, 3), (1, 127), _MEASURED),
-    Region("segmented", (9, 0), (2, 3), (128, 1048576), _MEASURED),
-    Region("segmented", (9, 0), (4, 7), (1, 1048576), _MEASURED),
-    Region("baseline_m64", (9, 0), (8, 15), (1, 127), _MEASURED),
-    Region("segmented", (9, 0), (8, 15), (128, 1048576), _MEASURED),
-    Region("baseline_m64", (9, 0), (16, 21), (1, 127), _MEASURED),
+    Region("segmented", (9, 0), (1, 11), (1, 1048576), _MEASURED),
+    Region("c4_m64_d10", (9, 0), (12, 15), (1, 127), _MEASURED),
+    Region("segmented", (9, 0), (12, 15), (128, 511), _MEASURED),
+    Region("c4_m64_d10", (9, 0), (12, 15), (512, 1023), _MEASURED),
+    Region("segmented", (9, 0), (12, 15), (1024, 1048576), _MEASURED),
+    Region("c4_m64_d10", (9, 0), (16, 21), (1, 127), _MEASURED),
     Region("segmented", (9, 0), (16, 21), (128, 511), _MEASURED),
-    Region("c4_m64_d10", (9, 0), (16, 21), (512, 4095), _MEASURED),
-    Region("segmented", (9, 0), (16, 21), (4096, 1048576), _MEASURED),
-    Region("baseline_m64", (9, 0), (22, 30), (1, 127), _MEASURED),
+    Region("c4_m64_d10", (9, 0), (16, 21), (512, 65535), _MEASURED),
+    Region("segmented", (9, 0), (16, 21), (65536, 1048576), _MEASURED),
+    Region("c4_m64_d10", (9, 0), (22, 30), (1, 127), _MEASURED),
     Region("segmented", (9, 0), (22, 30), (128, 511), _MEASURED),
     Region("c4_m64_d10", (9, 0), (22, 30), (512, 524288), _MEASURED),
     Region("baseline_m64", (9, 0), (31, 43), (1, 127), _MEASURED),
     Region("segmented", (9, 0), (31, 43), (128, 524288), _MEASURED),
-    Region("baseline_m64", (9, 0), (44, 65), (128, 1023), _MEASURED),
-    Region("segmented", (9, 0), (44, 65), (1024, 262144), _MEASURED),
+    Region("baseline_m64", (9, 0), (44, 65), (128, 16383), _MEASURED),
+    Region("segmented", (9, 0), (44, 65), (16384, 262144), _MEASURED),
     Region("baseline_m64", (9, 0), (66, 66), (128, 131072), _MEASURED),
+    Region("baseline_m64", (9, 0), (133, 197), (1024, 65536), _MEASURED),
+    Region("baseline_m64", (9, 0), (198, 263), (4096, 65536), _MEASURED),
 )
 
 # The predicted times: only shown, nothing is decided by them. Compute capability and SMs of the GPU measured.
 MEASURED_ON = ((9, 0), 132)
 COSTS: tuple[Cost, ...] = (
-    Cost("baseline_m128", 132, (3.1, 0.0, 0.88, 0.0, 0.0347, 0.0, 5.64, 2.54)),
-    Cost("baseline_m64", 66, (3.81, 1.13, 0.0, 0.0, 0.0533, 0.00336, 3.9, 1.61)),
-    Cost("c4_m128_d15", 30, (0.0528, 0.867, 0.0, 0.164, 0.013, 0.000746, 10.4, 1.23)),
-    Cost("c4_m64_d10", 30, (0.0, 1.15, 0.0, 0.149, 0.0253, 0.00082, 9.48, 0.818)),
-    Cost("segmented", 132, (3.4, 0.0, 1.71, 0.0921, 0.0, 0.0292, 9.34, 0.00462)),
+    Cost("baseline_m128", 132, (2.75, 0.0, 0.771, 0.0334, 0.0285, 0.000199, 6.4, 2.62)),
+    Cost("baseline_m64", 66, (4.09, 1.01, 0.0, 0.0, 0.0584, 0.00316, 4.56, 1.3)),
+    Cost("c4_m128_d15", 30, (0.0, 2.04, 0.0, 0.0347, 0.0389, 0.00301, 9.28, 1.21)),
+    Cost("c4_m64_d10", 30, (0.0, 1.13, 0.0, 0.184, 0.0, 0.00396, 9.66, 0.638)),
+    Cost("segmented", 132, (0.0, 1.89, 1.07, 0.133, 0.0, 0.0284, 7.19, 0.0101)),
 )
 
 # The regions of the design that these routes come from, on a B200: published, not measured here. Its B300 and

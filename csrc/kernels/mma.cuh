@@ -134,6 +134,7 @@ template <bool kTransposeB> KDA_DEVICE void wgmma_n64(float* d, const uint32_t (
 
 // A value that the compiler must not carry from one turn of a loop to the next: keeps it from hoisting (and then spilling) address arithmetic.
 KDA_DEVICE uint32_t opaque(uint32_t x) { asm volatile("" : "+r"(x)); return x; }
+KDA_DEVICE uint64_t opaque64(uint64_t x) { asm volatile("" : "+l"(x)); return x; }
 
 // Tells the compiler that these registers change here: keeps ordinary code on its side of an asynchronous product.
 template <int N> KDA_DEVICE void pin(float (&r)[N]) {

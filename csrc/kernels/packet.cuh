@@ -51,6 +51,7 @@ struct SharedPacket {
   struct Place {
     uint32_t address;
     KDA_DEVICE Place operator^(uint32_t x) const { return {address ^ x}; }
+    KDA_DEVICE Place operator+(uint32_t x) const { return {address + x}; }
   };
   uint32_t base;
   KDA_DEVICE Place at(uint32_t offset) const { return {base + offset}; }
@@ -68,6 +69,7 @@ struct GlobalPacket {
   struct Place {
     uint32_t low, high;
     KDA_DEVICE Place operator^(uint32_t x) const { return {low ^ x, high}; }
+    KDA_DEVICE Place operator+(uint32_t x) const { return {low + x, high}; }
     KDA_DEVICE char* address() const { return reinterpret_cast<char*>(join(low, high)); }
   };
   uint32_t low, high;

@@ -69,7 +69,7 @@ template <class Acquire, class RowsUsed, class AllButA>
 KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c, int /*tokens*/, float beta, int turn, Acquire acquire,
                                                          RowsUsed rows_used, AllButA all_but_a) {
   const int w = c.warp;
-  const uint32_t memory = c.memory, factors = memory + kFactors + w * 128;
+  const uint32_t memory = c.memory;
   int lane = int(opaque(c.lane));  // again below: what is derived from it need not live through the phases between
   // This lane's four channels of row i of eight, in panels of 64 that lie `distance` apart.
   auto four = [&](uint32_t distance, int i) {
@@ -123,6 +123,7 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
 
   // ---- 2. scaled rows
   {
+    lane = int(opaque(c.lane));
     const uint32_t rows = memory + w * 1024;
     float from_start[4] = {0.f, 0.f, 0.f, 0.f}, to_end[4];  // G, and G_end - G
     float clamped[4] = {0.f, 0.f, 0.f, 0.f};                // P - P_start
@@ -136,6 +137,8 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
     const float4 total = load_shared4(totals + w * 512);
     to_end[0] = total.x, to_end[1] = total.y, to_end[2] = total.z, to_end[3] = total.w;
 
+    // A row's place in the packet, less its address here.
+    const auto from_rows = packet.at(0u - memory - uint32_t(lane >> 4) * (kPanelStride - stage::kPanelStride));
     float2 raw_k[2], raw_q[2];
     auto fetch = [&](int i) {
       const uint32_t at = rows + four(kPanelStride, i);
@@ -144,7 +147,7 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
     fetch(0);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float2 factor = load_shared2(factors + i * 16);
+      const float2 factor = load_shared2(memory + kFactors + w * 128 + i * 16);
       if (i + 1 < 8) fetch(i + 1);
       const uint32_t kw[2] = {bits(raw_k[i & 1].x), bits(raw_k[i & 1].y)}, qw[2] = {bits(raw_q[i & 1].x), bits(raw_q[i & 1].y)};
       float k[4], q[4], up[4], down[4], whole_up[4];
@@ -162,7 +165,7 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
       };
       auto store = [&](uint32_t at, float2 x) { store_shared2(at, x.x, x.y); };
       const uint32_t at = rows + four(kPanelStride, i);
-      const auto place = packet.at(w * 1024 + four(stage::kPanelStride, i));
+      const auto place = from_rows + at;
       const float2 kd = packed(k, whole_up), qd = packed(q, whole_up);
       Packet::two(place, stage::kKey, kd.x, kd.y);
       Packet::two(place, stage::kQuery, qd.x, qd.y);
@@ -186,7 +189,7 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
     for (int s = 0; s < 2; ++s) load_tiles(to[s], memory + place.at + half * place.panel + (quad ^ (s << 6)));
   };
   auto clear = [](float (&x)[4]) { x[0] = x[1] = x[2] = x[3] = 0.f; };
-  const float2 token = load_shared2(factors + (lane >> 2) * 16 + 8);  // -M's diagonal, -beta
+  const float2 token = load_shared2(memory + kFactors + (w * 8 + (lane >> 2)) * 16 + 8);  // -M's diagonal, -beta
   float own_l[2];
   uint32_t own_m;
   {

@@ -24,6 +24,7 @@
 
 #include <cstdint>
 
+#include "../launch.h"
 #include "engines.cuh"
 #include "mma.cuh"
 #include "packet.cuh"
@@ -44,8 +45,7 @@ struct RecurrenceContext {
   int warp;          // of K2
   int lane;
   uint16_t* o;       // bf16, first token of the sequence, the warp's first value channel
-  int64_t values;    // from o to the same place of v, in bytes
-  int stride;        // elements from token to token, of o as of v
+  const PrefillArgs& a;
   int tokens;
 };
 
@@ -63,7 +63,9 @@ template <class Engine, class Pipe, class Checkpoints> KDA_DEVICE void recur(con
   const uint32_t values = shared + Pipe::kValues + c.warp * (Pipe::kStages * 1024);
   const uint32_t tiles = values + (i1 * 8 + r) * 32 + ((i0 ^ ((r >> 2) & 1)) << 4);
   const uint32_t unit = values + (lane >> 1) * 32 + (((lane & 1) ^ ((lane >> 3) & 1)) << 4);
-  uint16_t* o_row = c.o + int64_t(lane >> 1) * c.stride + (lane & 1) * 8;
+  // Elements from token to token. Formed anew each time, as is what lies behind `a`: registers less through the loop.
+  auto stride = [&] { return (Pipe::kRoomy ? int(c.a.HV) : int(opaque(uint32_t(c.a.HV)))) * kHeadDim; };
+  uint16_t* o_row = c.o + int64_t(lane >> 1) * stride() + (lane & 1) * 8;
   int left = c.tokens - (lane >> 1);  // tokens from this lane's row on
   int left_before = 0;                // the same of the chunk before: before the first one there is none
 
@@ -85,9 +87,11 @@ template <class Engine, class Pipe, class Checkpoints> KDA_DEVICE void recur(con
       }
   };
   auto copy_values = [&](int ahead, uint32_t slot) {
+    // From o to the same place of v.
+    const int64_t from_o = int64_t(opaque64(reinterpret_cast<uint64_t>(c.a.v)) - opaque64(reinterpret_cast<uint64_t>(c.a.o)));
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      copy16_or_zero(unit + slot * 1024 + i * 512, reinterpret_cast<const char*>(o_row + int64_t(ahead * kChunk + i * 16) * c.stride) + c.values,
+      copy16_or_zero(unit + slot * 1024 + i * 512, reinterpret_cast<const char*>(o_row + int64_t(ahead * kChunk + i * 16) * stride()) + from_o,
                      left > ahead * kChunk + i * 16);
     copies_commit();
   };
@@ -139,7 +143,7 @@ template <class Engine, class Pipe, class Checkpoints> KDA_DEVICE void recur(con
   auto send_out = [&](uint32_t slot, int back, int rows) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      store_global16_if(rows > i * 16, o_row + (i * 16 - back * kChunk) * c.stride, load_shared4(unit + slot * 1024 + i * 512));
+      store_global16_if(rows > i * 16, o_row + (i * 16 - back * kChunk) * stride(), load_shared4(unit + slot * 1024 + i * 512));
   };
 
   uint32_t slot = 0, parity = 0;  // of this chunk
@@ -159,13 +163,14 @@ template <class Engine, class Pipe, class Checkpoints> KDA_DEVICE void recur(con
   for (int s = 0; s < 8; s += 4) fetch_decay(stage + stage::kDecay, s, s + 4), decay(s, s + 4);
 
   int chunks = (c.tokens + kChunk - 1) / kChunk;
-  bool more;
 #pragma unroll 1
   do {
     const int stop = checkpoints.stop(chunks);
+    const bool last_run = stop == 1;
+    int run = chunks - stop;  // chunks of this run behind the one at hand
 #pragma unroll 1
     do {
-      more = chunks > 1;
+      const bool more = run > 0 || !last_run;
       const uint32_t wrap = slot + 1 == Pipe::kStages;
       const uint32_t next_slot = wrap ? 0 : slot + 1, last_slot = slot == 0 ? Pipe::kStages - 1 : slot - 1;
       const uint32_t next = more ? shared + next_slot * Pipe::kStageBytes : stage;
@@ -226,7 +231,7 @@ template <class Engine, class Pipe, class Checkpoints> KDA_DEVICE void recur(con
       }
       if (more && c.warp == 0 && lane == 0) Pipe::seen(shared, next_slot, parity ^ wrap);
       const uint32_t ahead = uniform(next);
-      const uint32_t decays = chunks > stop ? next + stage::kDecay : shared + Pipe::kOnes;  // behind a run's last chunk: when the state has been stored
+      const uint32_t decays = run > 0 ? next + stage::kDecay : shared + Pipe::kOnes;  // behind a run's last chunk: when the state has been stored
       start_p();
       Engine::template wait<2>();
       pin<32>(st);
@@ -256,18 +261,19 @@ template <class Engine, class Pipe, class Checkpoints> KDA_DEVICE void recur(con
         send_out(slot, 0, left);
         copy_values(Pipe::kStages - 1, last_slot);
       }
-      o_row += kChunk * c.stride;
+      o_row += kChunk * stride();
       left_before = left;
       left -= kChunk;
       stage = next;
       slot = next_slot;
       parity ^= wrap;
-    } while (--chunks >= stop);
+    } while (--run >= 0);
     checkpoints.store(st, stop);
-    if (more)
+    chunks = stop - 1;
+    if (chunks > 0)
 #pragma unroll
       for (int s = 0; s < 8; s += 4) fetch_decay(stage + stage::kDecay, s, s + 4), decay(s, s + 4);
-  } while (more);
+  } while (chunks > 0);
   Engine::template wait<0>();
   pin(p);
   if constexpr (Pipe::kRoomy) {

@@ -1,8 +1,8 @@
 """Marks every test here as one for a GPU, hands out the routes, and writes down what a run on a GPU found.
 
-The record is bench/results/gpu-tests.json, or what JAX_KDA_GPU_TESTS_JSON names; a dry run writes only there. Where
-JAX_KDA_GPU_TESTS_UPDATE is set and the file is a record of the same product and machine, the tests that ran replace
-theirs there.
+The record is bench/results/gpu-tests.json, or what JAX_KDA_GPU_TESTS_JSON names; a dry run writes only there.
+Where JAX_KDA_GPU_TESTS_UPDATE is set and the file is a record of the same product and machine, the tests that
+ran replace theirs there.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class Recorder:
         if not ran or (harness.DRY and not wanted):
             return
         path = Path(wanted or ROOT / "bench/results/gpu-tests.json")
-        product, tests, seconds = {"digest": _digest(), **_machine()}, self.tests, time.monotonic() - self.begin
+        product = {"digest": _digest(), **_machine()}
+        tests, seconds = self.tests, time.monotonic() - self.begin
         if os.environ.get("JAX_KDA_GPU_TESTS_UPDATE"):
             before = json.loads(path.read_text())
             if product.items() <= before.items():

@@ -245,6 +245,7 @@ template <bool kTransposeB> void wgmma_n64(float* d, const uint32_t (&a)[4], uin
 }
 
 inline uint32_t opaque(uint32_t x) { return x; }
+inline uint64_t opaque64(uint64_t x) { return x; }
 template <int N> void pin(float (&)[N]) {}
 template <int N> void pin(float*) {}
 
