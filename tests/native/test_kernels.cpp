@@ -298,12 +298,13 @@ template <class Engine> void run_recurrence(const char* name, int tokens, bool d
       State st;
       auto element = [&](int i) { return (8 * (i >> 2) + 2 * t + (i & 1)) * rows + warp * 16 + 8 * ((i >> 1) & 1) + g; };
       for (int i = 0; i < 64; ++i) st[i] = start[element(i)];
-      const int64_t from_o = reinterpret_cast<const char*>(values.data()) - reinterpret_cast<const char*>(out);
       struct EverySecond {  // chunk
         int stop(int left) const { return left > 2 ? left - 1 : 1; }
         void store(const State& st, int left) const { check(left == stop(left + 1) || left == 1, "a run ends where it should not"); (void)st; }
       };
-      recur<Engine, P>({base, warp, lane, out + first_value + warp * 16, from_o, stride, tokens}, st, EverySecond());
+      PrefillArgs a{};
+      a.HV = stride / D, a.v = values.data(), a.o = out;
+      recur<Engine, P>({base, warp, lane, out + first_value + warp * 16, a, tokens}, st, EverySecond());
       for (int i = 0; i < 64; ++i) end[element(i)] = st[i];
     }
   });
