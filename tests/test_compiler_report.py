@@ -68,13 +68,15 @@ def test_decode_does_not_spill(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cluster", "segmented"])
 def test_the_other_routes(tmp_path: Path, name: str) -> None:
-    """No product serialised. The clusters' set-up may keep four words; nothing spills in the loops."""
+    """No product serialised. In clusters the set-up may keep four words; with unbounded gates K1, its packets
+    bound for global memory from 96 registers, keeps nine at most."""
     _, report = compile_kernel(name, tmp_path)
     assert not re.search(r"\(C7\d{3}\)|[Ss]erializ", report)
     hopper = {kernel: sizes for kernel, sizes in spills(report).items() if "WarpEngine" not in kernel}
     assert len(hopper) >= 8
-    allowed = 16 if name == "cluster" else 0
-    assert all(int(stores) <= allowed for _, stores, _ in hopper.values()), hopper
+    for kernel, (_, stores, _) in hopper.items():
+        allowed = 0 if name != "cluster" else 16 if "ELb1ELb" in kernel else 36
+        assert int(stores) <= allowed, (kernel, stores)
 
 
 def test_no_product_is_serialised(compiled: tuple[Path, str]) -> None:
