@@ -54,7 +54,7 @@ def lower_call(arguments, **more):
 
 
 def test_a_plain_call():
-    emitted, decision = lower_call(kda(state=None))
+    emitted, decision = lower_call(kda(state=None), route="baseline_m64")
     assert emitted["target"] == ffi.PREFILL_TARGET == "jax_kda.prefill.v1"
     assert emitted["operands"] == [
         "2x7x2x128xbf16",
@@ -97,7 +97,7 @@ def test_a_call_with_everything():
         scale=0.5,
         lower_bound=-4.0,
     )
-    emitted, _ = lower_call(arguments)
+    emitted, _ = lower_call(arguments, route="baseline_m64")
     assert emitted["operands"][3:] == [
         "1x7x4x128xbf16",
         "1x7x4xf32",
@@ -115,7 +115,7 @@ def test_a_call_with_everything():
 
 
 def test_softplus_without_bias_or_final_state():
-    emitted, _ = lower_call(kda(gate="softplus", bias=False, output_final_state=False))
+    emitted, _ = lower_call(kda(gate="softplus", bias=False, output_final_state=False), route="baseline_m64")
     assert emitted["operands"][5:] == ["1x4xf32", "0xf32", "2x1x4x128x128xf32", "0xi32"]
     assert emitted["results"] == ["2x7x4x128xbf16", "0xf32", "0xui8", "0xf32"]
     assert emitted["attributes"]["gate"] == "1 : i32"
