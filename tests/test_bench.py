@@ -143,7 +143,8 @@ def test_dry(capsys: pytest.CaptureFixture[str]) -> None:
     assert prefill.main(["--dry", "--set", "packed,modes", "--routes", "auto,baseline_m128"]) == 0
     lines = capsys.readouterr().out.splitlines()
     forced = sum(line.startswith("route=baseline_m128") for line in lines)
-    other = [line for line in lines[:-1] if not line.startswith("route=baseline_m128")]  # auto's, of some of them
+    # of auto, where it takes another
+    other = [line for line in lines[:-1] if not line.startswith("route=baseline_m128")]
     assert forced == 5 * 5
     assert len(lines) == forced + len(other) + 1
     assert lines[0] == (
