@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import native, rows
+from . import native, prefill, rows
 from .digest import ROOT
-from .prefill import provenance
-from .shapes import Shape
+from .shapes import Case, Shape
 
 __all__ = ["main"]
 
@@ -44,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         driver = options.driver or native.build("decode_driver")
-        common = provenance(native.device(options.facts or native.build()), options.commit)
+        common = prefill.provenance(native.device(options.facts or native.build()), options.commit)
         found = [
             row
             for tokens in map(int, options.tokens.split(","))
@@ -62,37 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(driver: Path, tokens: int, calls: int, common: rows.Row) -> list[rows.Row]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "decode.json"
-        words = [str(driver), "bench", f"T={tokens}", f"calls={calls}", f"json={out}"]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise native.DriverError(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
+        native.output(driver, "bench", f"T={tokens}", f"calls={calls}", f"json={out}")
         said: dict[str, Any] = json.loads(out.read_text())
     return [_row(case, said["copy_rate"], common) for case in said["rows"]]
 
 
-def _row(case: dict[str, Any], copy_rate: float, common: rows.Row) -> rows.Row:
-    def finite(x: float) -> float | None:
-        return x if math.isfinite(x) else None
-
-    made = {
-        **common,
-        "copy_rate": copy_rate,
-        "set": "decode",
-        **rows.shape_fields(Shape(case["N"], case["T"], case["HV"], case["HV"])),
-        "gates": case["gates"],
-        "route": "decode",
-        "package": None,
-        "kernels": ["decode_kernel"],
-        "median_us": case["median_us"],
-        "min_us": case["min_us"],
-        "round_us": [case["median_us"]],
-        "calls": case["calls"],
-        "wall_us": None,
-        "floor_us": case["bytes"] / copy_rate * 1e6,
-        "err_o": finite(case["err_o"]),
-        "err_state": finite(case["err_state"]),
-    }
-    return {key: made[key] for key in rows.KEYS}
+def _row(said: dict[str, Any], copy_rate: float, common: rows.Row) -> rows.Row:
+    case = Case(Shape(said["N"], said["T"], said["HV"], said["HV"]), said["gates"], "decode")
+    said = said | {"kernels": ["decode_kernel"], "round_us": [said["median_us"]]}
+    made = prefill.row("decode", case, said, None, common | {"copy_rate": copy_rate})
+    return made | {"floor_us": said["bytes"] / copy_rate * 1e6}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from tqdm import tqdm
 
 from . import native, prefill, progress, records, rows
 from .digest import ROOT
-from .shapes import Case, Shape, floor_us
+from .shapes import Case, Shape
 
 __all__ = ["CASES", "main", "parse"]
 
@@ -58,11 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if "copy_rate" in line:
                 common["copy_rate"] = line["copy_rate"]
         for case in tqdm(CASES, unit="case", leave=False, disable=progress.disabled()):
-            words = [str(driver), "kernels", *case.line().split()]
-            done = subprocess.run(words, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise native.DriverError(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
-            kernels, errors = parse(done.stdout)
+            kernels, errors = parse(native.output(driver, "kernels", *case.line().split()))
             found += [_row(case, name, us, errors, common) for name, us in kernels]
     except (native.DriverError, OSError) as error:
         print(f"bench.kernels: {error}", file=sys.stderr)
@@ -74,24 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _row(case: Case, kernel: str, us: float, errors: tuple[float, float], common: rows.Row) -> rows.Row:
-    row = {
-        **common,
-        "set": "kernels",
-        **rows.shape_fields(case.shape),
-        "gates": case.gates,
-        "route": f"{case.route}: {kernel}",
-        "package": None,
+    said = {
         "kernels": [kernel],
         "median_us": us,
-        "min_us": us,  # the driver gives the median alone
+        "min_us": us,
         "round_us": [us],
         "calls": 20,
-        "wall_us": None,
-        "floor_us": floor_us(case.shape, common["copy_rate"]),
-        "err_o": errors[0],
-        "err_state": errors[1],
-    }
-    return {key: row[key] for key in rows.KEYS}
+    }  # no more is said
+    said |= {"err_o": errors[0], "err_state": errors[1]}
+    return prefill.row("kernels", case, said, None, common) | {"route": f"{case.route}: {kernel}"}
 
 
 if __name__ == "__main__":

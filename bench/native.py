@@ -18,7 +18,7 @@ import jax
 
 from .shapes import Case
 
-__all__ = ["DriverError", "build", "cache_folder", "device", "find_nvcc", "run"]
+__all__ = ["DriverError", "build", "cache_folder", "device", "find_nvcc", "output", "run"]
 
 ROOT = Path(__file__).resolve().parent.parent
 NATIVE = ROOT / "tests" / "native"
@@ -126,12 +126,18 @@ def _make(command: Sequence[str], product: Path) -> None:
     partial.rename(product)
 
 
+def output(tool: Path, *words: str) -> str:
+    """What a tool prints. DriverError, with what it says of that, where it fails."""
+    done = subprocess.run([str(tool), *words], capture_output=True, text=True)
+    if done.returncode != 0:
+        why = done.stderr.strip() or f"exit status {done.returncode}"
+        raise DriverError(f"{tool} {' '.join(words)}: {why}")
+    return done.stdout
+
+
 def device(driver: Path) -> dict[str, Any]:
     """What the driver runs on: gpu, compute_capability, sm_count, cuda."""
-    done = subprocess.run([str(driver), "device"], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise DriverError(f"{driver} device: {done.stderr.strip() or f'exit status {done.returncode}'}")
-    facts: dict[str, Any] = json.loads(done.stdout)
+    facts: dict[str, Any] = json.loads(output(driver, "device"))
     return facts
 
 

@@ -31,7 +31,7 @@ from . import native, progress, rows
 from .digest import ROOT, digest
 from .shapes import FOLDED_GATES, GATES, HEAD_SIZE, SETS, Case, Shape, cases, floor_us, parse_names
 
-__all__ = ["main", "measure", "provenance", "resolve", "row"]
+__all__ = ["device", "main", "measure", "provenance", "resolve", "row"]
 
 RESULT = ROOT / "bench" / "results" / "h200-prefill.json"
 DRY_COPY_RATE = 4.3e12  # of an H200, where none is there to be measured
@@ -61,8 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (native.DriverError, OSError) as error:
         print(f"bench.prefill: {error}", file=sys.stderr)
         return 2
-    major, minor = facts["compute_capability"]
-    wanted = resolve(asked, routing.Device("cuda", facts["gpu"], (major, minor), facts["sm_count"]))
+    wanted = resolve(asked, device(facts))
     measured, copy_rate, complete = measure(driver, wanted, 1 if options.quick else 2, options.calls)
     timed = [case for case in wanted if case in measured]
     walls = {} if options.quick or options.no_walls else _walls(timed)
@@ -217,6 +216,12 @@ def row(name: str, case: Case, said: dict[str, Any], wall_us: float | None, comm
         "err_state": finite(said["err_state"]),
     }
     return rows.ordered(made)
+
+
+def device(facts: dict[str, Any]) -> routing.Device:
+    """For routing. `facts`: what the driver says of the device."""
+    major, minor = facts["compute_capability"]
+    return routing.Device("cuda", facts["gpu"], (major, minor), facts["sm_count"])
 
 
 def provenance(facts: dict[str, Any], commit: str | None = None) -> rows.Row:

@@ -68,14 +68,20 @@ def _peers(folder: Path) -> str:
     found = records.load(records.PEERS, folder)
     if not found:
         return _wrap(f"{records.missing(records.PEERS)} So nothing is compared here.")
-    packages = sorted({row["package"] for row in found if row["package"]})
     text = (
-        f"Microseconds, all in one process ({', '.join(packages)}). `cudnn_exact` gets prepared inputs: the "
+        f"Microseconds, all in one process ({_packages(found)}). `cudnn_exact` gets prepared inputs: the "
         "passes that make them are not in its figure."
     )
-    text += _untimed(records.PEERS, folder)
-    source = f"Rows: `bench/results/{records.PEERS}`; {records.provenance(found, folder)}."
-    return "\n\n".join([_wrap(text), tables.peers(found, figures.README_SETS), _wrap(source)])
+    return _compared(records.PEERS, folder, text, tables.peers(found, figures.README_SETS))
+
+
+def _packages(found: Sequence[rows.Row]) -> str:
+    return ", ".join(sorted({row["package"] for row in found if row["package"]}))
+
+
+def _compared(file: str, folder: Path, text: str, table: str) -> str:
+    source = f"Rows: `bench/results/{file}`; {records.provenance(records.load(file, folder), folder)}."
+    return "\n\n".join([_wrap(text + _untimed(file, folder)), table, _wrap(source)])
 
 
 def _untimed(file: str, folder: Path) -> str:
@@ -90,14 +96,11 @@ def _decode_peers(folder: Path) -> str:
     found = records.load(records.DECODE_PEERS, folder)
     if not found:
         return records.missing(records.DECODE_PEERS)
-    packages = sorted({row["package"] for row in found if row["package"]})
     text = (
-        f"A step of one token in microseconds beside {', '.join(packages)}, in one process: its fused "
+        f"A step of one token in microseconds beside {_packages(found)}, in one process: its fused "
         "recurrent call, and its kernel with the state updated in place."
     )
-    text += _untimed(records.DECODE_PEERS, folder)
-    source = f"Rows: `bench/results/{records.DECODE_PEERS}`; {records.provenance(found, folder)}."
-    return "\n\n".join([_wrap(text), tables.peers(found, (), ("production",)), _wrap(source)])
+    return _compared(records.DECODE_PEERS, folder, text, tables.peers(found, (), ("production",)))
 
 
 def _speedup(folder: Path) -> str:

@@ -25,7 +25,7 @@ from jax_kda import routing
 # `pytest` alone, unlike `python -m pytest`, does not look there.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import compare, kernels, native, prefill, random_points, rows, shapes, wall
+from bench import compare, empty_call, kernels, native, prefill, random_points, rows, shapes, wall
 from bench.shapes import Case, Shape
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -423,14 +423,14 @@ def test_the_empty_call_takes_the_place_of_ours(tmp_path: Path, cuda_build: rout
     source = ROOT / "tests/native/empty_call.cc"
     flags = ["-std=c++20", "-Wall", "-Werror", "-shared", "-fPIC", "-isystem", jax.ffi.include_dir()]
     subprocess.run(["g++", *flags, "-o", str(library), str(source)], check=True)
-    empty = wall.EmptyCall(library, "cpu")
+    empty = empty_call.EmptyCall(library, "cpu")
     result = jax.ShapeDtypeStruct((3,), "float32")
     jax.block_until_ready(jax.ffi.ffi_call(empty.TARGET, result)(np.ones(2), scale=np.float32(1)))
     assert empty.calls() == 1
     case = Case(Shape(1, 64, 1, 2), "slow", "c4_m128_d15")
 
     # Ours cannot run here: its program is read.
-    arrays, static = wall._split(case)
+    arrays, static = wall.split(case)
 
     def program() -> str:
         function = jax.jit(functools.partial(jax_kda.kda_prefill, **dict(static), route=case.route))
@@ -438,10 +438,10 @@ def test_the_empty_call_takes_the_place_of_ours(tmp_path: Path, cuda_build: rout
 
     ours = program()
     with empty.in_place_of_ours():
-        assert program() == ours.replace("jax_kda.prefill.v1", wall.EmptyCall.TARGET)
+        assert program() == ours.replace("jax_kda.prefill.v1", empty_call.EmptyCall.TARGET)
     assert "jax_kda.prefill.v1" in ours
     with pytest.raises(RuntimeError, match="the empty call is not where it should be"):
-        wall.walls_against(empty, dataclasses.replace(case, route="xla"), 1)
+        empty_call.walls_against(empty, dataclasses.replace(case, route="xla"), 1)
 
 
 def test_the_cache_and_the_compiler_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
