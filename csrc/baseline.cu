@@ -20,10 +20,9 @@
 //
 // Values never pass through the ring: each K2 warp copies its own columns. A CTA of a pair waits for its peer only, both are resident (a cluster),
 // and neither leaves before the other has done with it.
-#include "kernels/checkpoints.cuh"
 #include "kernels/launch_kernel.cuh"
+#include "kernels/own.cuh"
 #include "kernels/produce.cuh"
-#include "kernels/recurrence.cuh"
 #include "launch.h"
 
 #include <type_traits>
@@ -32,12 +31,11 @@ namespace jax_kda {
 namespace {
 
 template <int kRanks, bool kBounded, bool kGatesF32> struct Baseline {
-  static constexpr int kConsumers = 2 / kRanks, kConsumerThreads = kConsumers * 128;  // warpgroups of K2
-  static constexpr int kBuffers = kRanks == 1 && kBounded && !kGatesF32 ? 2 : 1;  // of a group's raw rows: two where they fit
+  static constexpr int kConsumers = 2 / kRanks, kConsumerWarps = kConsumers * 4, kConsumerThreads = kConsumerWarps * 32;  // warpgroups of K2
   static constexpr bool kRoomy = false;
   static constexpr bool kShortOfStages = kRanks == 2;
-  static constexpr int kStages = kBuffers == 2 ? 3 : 4;
-  using Prepare = std::conditional_t<kBounded, PrepareBounded<kGatesF32, SharedPacket, kBuffers>, PrepareUnbounded<kGatesF32, SharedPacket>>;
+  static constexpr int kStages = 4;
+  using Prepare = std::conditional_t<kBounded, PrepareBounded<kGatesF32, SharedPacket>, PrepareUnbounded<kGatesF32, SharedPacket>>;
   static constexpr int kGroups = kRanks == 2 && !kGatesF32 ? 3 : 2, kGroupThreads = Prepare::kWarps * 32;  // of K1
   static constexpr int kThreads = kConsumerThreads + kGroups * kGroupThreads;
   // Registers of a thread (in eights): a scheduler has 512 for a lane of its warps, shared equally at the start; what K2 takes beyond, K1 must give.
@@ -64,8 +62,8 @@ template <int kRanks, bool kBounded, bool kGatesF32> struct Baseline {
   // Who waits for a barrier's next phase has prepared a chunk `groups` earlier, so its stage was free, so this phase is over.
   static_assert(kGroups * kRanks <= 2 * kStages, "waits for one barrier may be two phases apart");
 
-  static constexpr uint32_t kAnnounced = stage::kPacketBytes / (kConsumers * 4);  // bytes of a peer's packet, by each K2 warp
-  static_assert(kAnnounced * kConsumers * 4 == stage::kPacketBytes);
+  static constexpr uint32_t kAnnounced = stage::kPacketBytes / kConsumerWarps;  // bytes of a peer's packet, by each K2 warp
+  static_assert(kAnnounced * kConsumerWarps == stage::kPacketBytes);
 
   static KDA_DEVICE bool is_guest(uint32_t slot) { return kRanks == 2 && slot % kRanks != cluster_rank(); }
   // The first warp of K2 sees a packet. The peer's: it may overwrite what it has copied.
@@ -106,10 +104,10 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
     store_shared2(base + L::kGate, gate.slope, gate.height);
     for (int s = 0; s < L::kStages; ++s) {
       const bool own = s % kRanks == rank;
-      barrier_init(base + L::kFull + 8 * s, own ? 1 : L::kConsumers * 4);
-      for (int round = 0; round < 2; ++round) barrier_init(base + L::kFree + 8 * (s + round * L::kStages), L::kConsumers * 4 + kRanks - 1);
-      if constexpr (kRanks == 2) barrier_init(base + L::kTaken + 8 * s, L::kConsumers * 4);
-      for (int i = 0; i < L::kConsumers * 4 && !own; ++i) barrier_expect(base + L::kFull + 8 * s, L::kAnnounced);
+      barrier_init(base + L::kFull + 8 * s, own ? 1 : L::kConsumerWarps);
+      for (int round = 0; round < 2; ++round) barrier_init(base + L::kFree + 8 * (s + round * L::kStages), L::kConsumerWarps + kRanks - 1);
+      if constexpr (kRanks == 2) barrier_init(base + L::kTaken + 8 * s, L::kConsumerWarps);
+      for (int i = 0; i < L::kConsumerWarps && !own; ++i) barrier_expect(base + L::kFull + 8 * s, L::kAnnounced);
     }
     for (int g = 0; g < L::kGroups; ++g) barrier_init(base + L::kRaw + 8 * g, 1);
   }
@@ -118,12 +116,12 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
   if constexpr (kRanks == 1) __syncthreads();
   else sync_cluster();
 
-  if (warp >= L::kConsumers * 4) {
+  if (warp >= L::kConsumerWarps) {
     if constexpr (L::kProducerRegisters < L::kShare) give_registers<L::kProducerRegisters>();
-    const int producer = warp - L::kConsumers * 4, group = producer / L::Prepare::kWarps, member = producer % L::Prepare::kWarps;
+    const int producer = warp - L::kConsumerWarps, group = producer / L::Prepare::kWarps, member = producer % L::Prepare::kWarps;
     const PrepareContext context = {a.gate, base + L::kGate, a.scale, a.l2norm, base + L::kBias, base + L::kMemory + group * L::Prepare::kBytes,
                                     1 + group, 1 + L::kGroups + group, member, lane};
-    const Producer role = {base + L::kRows, base + L::kRaw + 8 * group, group * kRanks + rank, L::kGroups * kRanks};
+    const Producer role = {base + L::kRows, base + L::kRaw + 8 * group};
     auto send = [&](int chunk, uint32_t from, uint32_t to) {  // bytes of a packet, to the peer
       if (kRanks == 1 || lane != 0) return;
       if (chunk >= L::kStages) barrier_wait_cluster(base + L::kTaken + 8 * (chunk % L::kStages), (chunk / L::kStages - 1) & 1);
@@ -135,7 +133,7 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
     if (a.checkpoint_every)
       zero_checkpoints(a, task.row, task.head, int(task.sequence - task.row * a.N), int(a.N), index, kRanks * L::kGroups * L::kGroupThreads);
     produce<typename L::Prepare>(
-        a, maps, context, role,
+        a, maps, context, role, [&](int turn) { return (turn * L::kGroups + group) * kRanks + rank; },
         [&](int chunk, int) {
           if (chunk >= L::kStages) {
             const int before = chunk - L::kStages, turn = before / (2 * L::kStages);
@@ -148,29 +146,14 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
           send(chunk, 0, stage::kA);
           send(chunk, stage::kM, stage::kPacketBytes);
         },
+        [](int) {},
         [&](int chunk, int) {
           if (lane == 0) barrier_arrive(base + L::kFull + 8 * (chunk % L::kStages));
           send(chunk, stage::kA, stage::kM);
         });
   } else {
     if constexpr (L::kConsumerRegisters > L::kShare) take_registers<L::kConsumerRegisters>();
-    // Formed anew behind the loop, which is short of registers.
-    auto value_row = [&] { return (int(opaque(uint32_t(rank))) * L::kConsumers * 4 + int(opaque(threadIdx.x)) / 32) * 16; };
-    auto* o = static_cast<uint16_t*>(a.o) + first_row(a, task, a.HV, task.head, kHeadDim) + value_row();
-    const RecurrenceContext context = {base, warp, lane, o, a, task.tokens};
-    auto state = [&](const void* p, DType dtype) {
-      return p ? static_cast<const char*>(p) + get_state(base + L::kRows) * int64_t(kHeadDim * kHeadDim * (dtype == DType::kF32 ? 4 : 2)) : nullptr;
-    };
-    if (task.tokens > 0) {
-      State st;
-      load_state(st, state(a.initial_state, a.state_in_dtype), a.state_in_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
-      recur<Engine, L>(context, st, Checkpoints{a, base + L::kCheckpoints, value_row});
-      if (a.final_state)
-        store_state(st, const_cast<char*>(state(a.final_state, a.state_out_dtype)), a.state_out_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
-    } else if (a.final_state) {
-      copy_state(state(a.initial_state, a.state_in_dtype), a.state_in_dtype, const_cast<char*>(state(a.final_state, a.state_out_dtype)),
-                 a.state_out_dtype, rank * L::kConsumerThreads + thread, kRanks * L::kConsumerThreads);
-    }
+    own<Engine, L>(a, task, base, rank, warp, lane);
   }
   if constexpr (kRanks > 1) sync_cluster();
 }

@@ -15,11 +15,10 @@
 //
 // Only chunk-local packets cross the mailbox; the state stays with its owner. All CTAs of a cluster are resident at once, so that no wait can
 // starve, and none leaves before all are done.
-#include "kernels/checkpoints.cuh"
+#include "kernels/fetch.cuh"
 #include "kernels/launch_kernel.cuh"
-#include "kernels/mailbox.cuh"
+#include "kernels/own.cuh"
 #include "kernels/produce.cuh"
-#include "kernels/recurrence.cuh"
 #include "launch.h"
 
 #include <type_traits>
@@ -42,7 +41,7 @@ template <int kOwnersOf, int kHelpersOf> struct Roles {
 
 template <class R, bool kBounded, bool kGatesF32> struct Cluster : R {
   using Box = typename R::Box;
-  using Prepare = std::conditional_t<kBounded, PrepareBounded<kGatesF32, GlobalPacket, 1>, PrepareUnbounded<kGatesF32, GlobalPacket>>;
+  using Prepare = std::conditional_t<kBounded, PrepareBounded<kGatesF32, GlobalPacket>, PrepareUnbounded<kGatesF32, GlobalPacket>>;
   static constexpr int kConsumers = 2 / R::kOwners, kConsumerWarps = kConsumers * 4;
   static constexpr int kGroupThreads = Prepare::kWarps * 32;
   static constexpr int kThreads = kInstances * kGroupThreads;
@@ -82,33 +81,6 @@ struct Ring {  // of one cluster, in global memory
   KDA_DEVICE char* packet(uint32_t slot) const { return base + slot * kSlotBytes; }
   KDA_DEVICE uint32_t* flag(uint32_t slot) const { return reinterpret_cast<uint32_t*>(packet(slot) + kSlotBytes - 128); }
 };
-
-// One warp of an owner: packets in token order, from the mailbox to the stages.
-template <class L> KDA_DEVICE void fetch(const Ring& ring, uint32_t shared, int chunks) {
-  using Box = typename L::Box;
-#pragma unroll 1
-  for (int c = 0; c < chunks; ++c) {
-    const int stage = c % L::kStages, turn = c / L::kStages;
-    const uint32_t full = shared + L::kFull + 8 * stage, generation = Box::generation(c);
-    if (turn > 0) barrier_wait(shared + L::kFree + 8 * stage, (turn - 1) & 1);
-    wait_flag(ring.flag(Box::slot(c)), [&](uint32_t flag) { return Box::readable(flag, generation); });
-    fence_async_global();
-    barrier_expect(full, stage::kPacketBytes);
-    copy_bulk(shared + stage * L::kStageBytes, ring.packet(Box::slot(c)), stage::kPacketBytes, full);
-  }
-}
-
-// Another: each packet is acknowledged as soon as its copy is complete, before K2 has looked at it.
-template <class L> KDA_DEVICE void acknowledge(const Ring& ring, uint32_t shared, int chunks, int owner) {
-  using Box = typename L::Box;
-#pragma unroll 1
-  for (int c = 0; c < chunks; ++c) {
-    const int stage = c % L::kStages;
-    barrier_wait(shared + L::kFull + 8 * stage, (c / L::kStages) & 1);
-    add_flag(ring.flag(Box::slot(c)), Box::taken_by(owner));
-    barrier_arrive(shared + L::kFree + 8 * stage);
-  }
-}
 
 template <class Engine, class R, bool kBounded, bool kGatesF32>
 __global__ void __cluster_dims__(R::kRanks, 1, 1) __launch_bounds__(Cluster<R, kBounded, kGatesF32>::kThreads, 1)
@@ -151,48 +123,31 @@ __global__ void __cluster_dims__(R::kRanks, 1, 1) __launch_bounds__(Cluster<R, k
     const int group = warp / L::Prepare::kWarps, helper = rank - L::kOwners;
     const PrepareContext context = {a.gate, base + L::kGate, a.scale, a.l2norm, base + L::kBias, base + group * L::Prepare::kBytes,
                                     1 + group, 1 + kInstances + group, warp % L::Prepare::kWarps, lane};
-    const Producer role = {base + L::kRows, base + L::kRaw + 8 * group, group * L::kHelpers + helper, Box::kSlots};
+    const Producer role = {base + L::kRows, base + L::kRaw + 8 * group};
     // The group's slot. Formed anew each time, in uniform registers: K1 is short of others.
     auto slot = [&] { return uint32_t(group * L::kHelpers + helper); };
     zero_outside(a, task, helper * L::kThreads + thread, L::kHelpers * L::kThreads);
     if (a.checkpoint_every)
       zero_checkpoints(a, task.row, task.head, int(task.sequence - task.row * a.N), int(a.N), helper * L::kThreads + thread, L::kHelpers * L::kThreads);
     produce<typename L::Prepare>(
-        a, maps, context, role,
+        a, maps, context, role, [&](int turn) { return turn * int(Box::kSlots) + int(slot()); },
         [&](int, int turn) {
-          if (turn > 0 && lane == 0) wait_flag(ring().flag(slot()), [&](uint32_t flag) { return Box::writable(flag, turn); });
+          if (turn > 0 && lane == 0) wait_room(ring().flag(slot()), [&](uint32_t flag) { return Box::writable(flag, turn); });
           sync_warp();
           return GlobalPacket(ring().packet(slot()));
         },
-        [](int) {},
+        [](int) {}, [](int) {},
         [&](int, int turn) {
           if (lane == 0) set_flag(ring().flag(slot()), Box::published(turn));
         });
   } else if (warp < L::kConsumerWarps) {
     if constexpr (L::kConsumerRegisters > L::kShare) take_registers<L::kConsumerRegisters>();
-    // Formed anew behind the loop, which is short of registers.
-    auto value_row = [&] { return (int(opaque(uint32_t(rank))) * L::kConsumerWarps + int(opaque(threadIdx.x)) / 32) * 16; };
-    auto* o = static_cast<uint16_t*>(a.o) + first_row(a, task, a.HV, task.head, kHeadDim) + value_row();
-    const RecurrenceContext context = {base, warp, lane, o, a, task.tokens};
-    auto state = [&](const void* p, DType dtype) {
-      return p ? static_cast<const char*>(p) + get_state(base + L::kRows) * int64_t(kHeadDim * kHeadDim * (dtype == DType::kF32 ? 4 : 2)) : nullptr;
-    };
-    if (task.tokens > 0) {
-      State st;
-      load_state(st, state(a.initial_state, a.state_in_dtype), a.state_in_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
-      recur<Engine, L>(context, st, Checkpoints{a, base + L::kCheckpoints, value_row});
-      if (a.final_state)
-        store_state(st, const_cast<char*>(state(a.final_state, a.state_out_dtype)), a.state_out_dtype, a.state_v_first, value_row(),
-                    int(opaque(threadIdx.x)) & 31);
-    } else if (a.final_state) {
-      copy_state(state(a.initial_state, a.state_in_dtype), a.state_in_dtype, const_cast<char*>(state(a.final_state, a.state_out_dtype)),
-                 a.state_out_dtype, rank * L::kConsumers * 128 + thread, 256);
-    }
+    own<Engine, L>(a, task, base, rank, warp, lane);
   } else {
     if constexpr (L::kConsumerRegisters > L::kShare) give_registers<48>();
     const int chunks = (get_tokens(base + L::kRows) + kChunk - 1) / kChunk;
-    if (warp == L::kConsumerWarps && lane == 0) fetch<L>(ring(), base, chunks);
-    else if (warp == L::kConsumerWarps + 1 && lane == 0) acknowledge<L>(ring(), base, chunks, rank);
+    if (warp == L::kConsumerWarps) fetch<L, Box>(ring(), base, chunks, lane);
+    else if (warp == L::kConsumerWarps + 1 && lane == 0) acknowledge<L, Box>(ring(), base, chunks, rank);
   }
   sync_cluster();
 }

@@ -13,9 +13,13 @@ cudaError_t baseline_m64(const PrefillArgs& a, cudaStream_t stream);
 cudaError_t c4_m128_d15(const PrefillArgs& a, cudaStream_t stream);
 cudaError_t c4_m64_d10(const PrefillArgs& a, cudaStream_t stream);
 cudaError_t c8_m128_d35(const PrefillArgs& a, cudaStream_t stream);
+cudaError_t pool_m128(const PrefillArgs& a, cudaStream_t stream);
+cudaError_t pool_m64(const PrefillArgs& a, cudaStream_t stream);
 int64_t c4_m128_d15_workspace(const PrefillArgs& a);
 int64_t c4_m64_d10_workspace(const PrefillArgs& a);
 int64_t c8_m128_d35_workspace(const PrefillArgs& a);
+int64_t pool_m128_workspace(const PrefillArgs& a);
+int64_t pool_m64_workspace(const PrefillArgs& a);
 cudaError_t segmented(const PrefillArgs& a, cudaStream_t stream);
 cudaError_t segmented_warp_engine(const PrefillArgs& a, cudaStream_t stream);
 int64_t segmented_workspace_bytes(const PrefillArgs& a);
@@ -27,6 +31,8 @@ int64_t workspace_bytes(Route route, const PrefillArgs& a) {
     case Route::kC4M128D15: return c4_m128_d15_workspace(a);
     case Route::kC4M64D10: return c4_m64_d10_workspace(a);
     case Route::kC8M128D35: return c8_m128_d35_workspace(a);
+    case Route::kPoolM128: return pool_m128_workspace(a);
+    case Route::kPoolM64: return pool_m64_workspace(a);
     case Route::kSegmented:
     case Route::kSegmentedWarpEngine: return segmented_workspace_bytes(a);
     default: return 0;
@@ -54,6 +60,8 @@ cudaError_t prefill(Route route, const PrefillArgs& a, cudaStream_t stream) {
     case Route::kC4M128D15: return c4_m128_d15(a, stream);
     case Route::kC4M64D10: return c4_m64_d10(a, stream);
     case Route::kC8M128D35: return c8_m128_d35(a, stream);
+    case Route::kPoolM128: return pool_m128(a, stream);
+    case Route::kPoolM64: return pool_m64(a, stream);
     case Route::kSegmented: return segmented(a, stream);
     case Route::kSegmentedWarpEngine: return segmented_warp_engine(a, stream);
   }

@@ -24,6 +24,9 @@ enum class Route : int32_t {
   kC4M128D15 = 3,
   kC4M64D10 = 4,
   kC8M128D35 = 5,
+  // Owners, and helpers for all of them on the SMs that are left.
+  kPoolM128 = 6,
+  kPoolM64 = 7,
   // Sequences cut into segments that all SMs work on at once: exact, whatever the gates. With the other engine likewise.
   kSegmented = 8,
   kSegmentedWarpEngine = 9,

@@ -31,7 +31,7 @@ namespace {
 
 // Groups of K1, each of which prepares one chunk after the other; a CTA has as many as the call has chunks for, at most kGroups.
 template <bool kBounded, bool kGatesF32> struct PacketsLayout {
-  using Prepare = std::conditional_t<kBounded, PrepareBounded<kGatesF32, GlobalPacket, 1>, PrepareUnbounded<kGatesF32, GlobalPacket>>;
+  using Prepare = std::conditional_t<kBounded, PrepareBounded<kGatesF32, GlobalPacket>, PrepareUnbounded<kGatesF32, GlobalPacket>>;
   // What registers and shared memory allow.
   static constexpr int kGroups = kBounded ? 5 : 4, kGroupThreads = Prepare::kWarps * 32, kThreads = kGroups * kGroupThreads;
   // Behind the groups' memory:
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, 
       sync_group(context.barrier, L::kGroupThreads);
     }
     Prepare::run(
-        context, now.tokens - now.chunk * kChunk, beta, turn, [&] { return GlobalPacket(packets + now.slot * kSlotBytes); },
+        context, beta, turn, [&] { return GlobalPacket(packets + now.slot * kSlotBytes); },
         [&] { copy(find(now.index + groups * x.packet_parts)); }, [] {});
     now = find(now.index + groups * x.packet_parts);
     raw_beta = fetch_beta(now);

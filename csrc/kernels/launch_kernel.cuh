@@ -48,6 +48,26 @@ template <auto kKernel> inline cudaError_t cluster_fits(int ranks, int threads, 
   return cudaSuccess;
 }
 
+// All CTAs resident at once, so that they may wait for one another; cudaErrorCooperativeLaunchTooLarge where the device has no room for that.
+template <auto kKernel, class... Arguments>
+cudaError_t launch_resident(int64_t blocks, int threads, int shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  if (cudaError_t e = allow_shared_memory<kKernel>(shared_bytes); e != cudaSuccess) return e;
+#if defined(JAX_KDA_EMULATE)
+  emulation::launch_resident(kKernel, uint32_t(blocks), threads, uint32_t(shared_bytes), stream, arguments...);
+  return cudaSuccess;
+#else
+  cudaLaunchAttribute cooperative{};
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(unsigned(threads));
+  config.dynamicSmemBytes = size_t(shared_bytes), config.stream = stream;
+  config.attrs = &cooperative, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kKernel, arguments...);
+#endif
+}
+
 // The next kernel of a row: where the one before calls allow_next_kernel, this one's CTAs move in as that one's leave, and are set up by the time that
 // its results are complete (wait_for_previous_kernels). The first of a row is launched as usual: it waits for all that the stream holds.
 template <auto kKernel, class... Arguments>

@@ -95,6 +95,8 @@ KDA_DEVICE void store_global16_if(bool on, void* p, float4 v) {
 
 KDA_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 KDA_DEVICE int count_lanes(bool x) { return __popc(__ballot_sync(0xffffffffu, x)); }
+// Lanes 0, 1, ... in a row for which x holds.
+KDA_DEVICE int leading_lanes(bool x) { return __clz(__brev(~__ballot_sync(0xffffffffu, x))); }
 // The same value in every lane, and the compiler knows it: in a uniform register.
 KDA_DEVICE uint32_t uniform(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
 KDA_DEVICE void sync_warp() { __syncwarp(); }

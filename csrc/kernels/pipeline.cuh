@@ -45,6 +45,11 @@ KDA_DEVICE void copy_tensor(uint32_t to, const void* map, int x, int y, int z, u
   cuda::ptx::cp_async_bulk_tensor(cuda::ptx::space_cluster, cuda::ptx::space_global, __cvta_shared_to_generic(to), map, at, barrier_pointer(barrier));
 }
 
+// A hint: a box that will be copied soon comes to the L2 cache.
+KDA_DEVICE void prefetch_tensor(const void* map, int x, int y, int z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" :: "l"(map), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
 // Contiguous bytes from global to shared memory (both 16-byte aligned, a multiple of 16), by one thread. The barrier is told when they are there.
 KDA_DEVICE void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -97,13 +102,37 @@ KDA_DEVICE void copy_to_cluster(uint32_t to, uint32_t from, uint32_t bytes, uint
 // What this thread has seen of other threads' ordinary writes to global memory, before its later bulk copies from there.
 KDA_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 KDA_DEVICE void set_flag(uint32_t* flag, uint32_t x) { asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(flag), "r"(x) : "memory"); }
-KDA_DEVICE void add_flag(uint32_t* flag, uint32_t bits) { asm volatile("red.release.gpu.global.or.b32 [%0], %1;" :: "l"(flag), "r"(bits) : "memory"); }
-// Polls until done(flag); what was written before the flag is visible then.
+// Relaxed: what it tells of are reads that are over.
+KDA_DEVICE void add_flag(uint32_t* flag, uint32_t bits) { asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;" :: "l"(flag), "r"(bits) : "memory"); }
+// By one lane: polls until done(flag). What was written before the flag is visible then.
 template <class Done> KDA_DEVICE void wait_flag(const uint32_t* flag, Done done) {
 #pragma unroll 1
   for (uint32_t i = 0; i < kFlagWaitLimit; ++i) {
     uint32_t x;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
+    if (done(x)) return;
+  }
+  trap();
+}
+// By a warp: each lane looks at a flag of its own, until that of lane 0 is done; for how many lanes in a row it is. What was written before those flags is
+// visible then to the whole warp.
+template <class Done> KDA_DEVICE int wait_flags(const uint32_t* flag, Done done) {
+#pragma unroll 1
+  for (uint32_t i = 0; i < kFlagWaitLimit; ++i) {
+    uint32_t x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
+    const int ready = leading_lanes(done(x));
+    if (ready > 0) return ready;
+  }
+  trap();
+  return 1;
+}
+// By one lane, for leave to write what others have read: nothing of theirs is to become visible.
+template <class Done> KDA_DEVICE void wait_room(const uint32_t* flag, Done done) {
+#pragma unroll 1
+  for (uint32_t i = 0; i < kFlagWaitLimit; ++i) {
+    uint32_t x;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
     if (done(x)) return;
   }
   trap();

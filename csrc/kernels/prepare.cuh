@@ -79,16 +79,18 @@ KDA_DEVICE void store_factors(const PrepareContext& c, uint32_t rows, uint32_t s
 }
 
 // When this warp's rows of M are in the packet and its tiles of -L in the group's memory, `square`: [10 tiles][32 lanes] 2 f32. The warp whose turn it
-// is inverts; meanwhile the one after it calls all_but_a(): the rest of the packet is there, and no warp of the group reads raw rows or operands any
-// more. True for the warp that inverts, when the packet is whole.
-template <class Packet, class AllButA>
-KDA_DEVICE bool finish(const PrepareContext& c, const Packet& packet, uint32_t square, int turn, int lane, AllButA all_but_a) {
+// is inverts; meanwhile the one after it calls all_but_a(): the rest of the packet is there, and the copy engine may bring the next rows, for no warp of
+// the group reads raw ones or operands any more. The one after that calls meanwhile(), for what the group has to do besides: the next chunk waits for the inverting warp anyhow. True for the
+// warp that inverts, when the packet is whole.
+template <class Packet, class AllButA, class Meanwhile>
+KDA_DEVICE bool finish(const PrepareContext& c, const Packet& packet, uint32_t square, int turn, int lane, AllButA all_but_a, Meanwhile meanwhile) {
   constexpr int kWarps = 4;
   const int role = (c.warp - turn) & 3;
   fence_async_shared();  // what this warp has written: the packet is read, and the rows are written, by engines
   // A barrier of its own: the two that only arrive may reach the next chunk's barriers before the others come here.
   if (role > 1) {
     arrive_group(c.tiles_barrier, kWarps * 32);
+    if (role == 2) meanwhile();
     return false;
   }
   sync_group(c.tiles_barrier, kWarps * 32);

@@ -30,48 +30,43 @@
 
 namespace jax_kda {
 
-// kBuffers: of raw rows. With two the next chunk's rows arrive during all of this one's preparation, with one during its inverse.
-template <bool kGatesF32, class Packet, int kBuffers> struct PrepareBounded {
+template <bool kGatesF32, class Packet> struct PrepareBounded {
   static constexpr bool kBounded = true, kF32 = kGatesF32;
   static constexpr int kWarps = 4;
   // A group's memory, bytes from its start. Raw rows as in the packet: two panels of 64 channels, each q, k and (where the packet has Kr) gates, with f32
   // gates in two parts of 32 channels; rows of 128 bytes, 128-byte swizzle.
   static constexpr uint32_t kGates = stage::kKr;  // within a panel
   static constexpr uint32_t kPanelStride = kGates + (kGatesF32 ? 2 : 1) * kPanel;
-  static constexpr uint32_t kBufferBytes = 2 * kPanelStride;
-  static constexpr uint32_t kAcross = kBuffers * kBufferBytes;  // block 0's columns for block 1's rows, [2 panels][16], where block 0's k stay
+  static constexpr uint32_t kAcross = 2 * kPanelStride;  // block 0's columns for block 1's rows, [2 panels][16], where block 0's k stay
   static constexpr uint32_t kTotals = kAcross + (Packet::kReadable ? 0 : kPanel);  // running sums at the blocks' ends, base 2: [2 blocks][128] f32
-  static constexpr uint32_t kFactors = kTotals + 1024;  // [2: turns alternate][32 tokens] 1/|k|, scale / |q|, M's diagonal, beta
-  static constexpr uint32_t kTiles = kFactors + 1024;   // -L: [10 tiles][32 lanes] 2 f32
+  static constexpr uint32_t kFactors = kTotals + 1024;        // see store_factors
+  static constexpr uint32_t kTiles = kFactors + kChunk * 16;  // -L: [10 tiles][32 lanes] 2 f32
   static constexpr uint32_t kBytes = (kTiles + 10 * 256 + 1023) / 1024 * 1024;
-  static KDA_DEVICE uint32_t buffer(uint32_t memory, int turn) { return memory + (kBuffers == 2 ? (turn & 1) * kBufferBytes : 0); }
 
-  // turn: how many chunks this group has prepared before; beta: of token `lane`. acquire() waits until the packet may be written, and gives
-  // it. rows_used() is called by one warp when the copy engine may bring the next rows; all_but_a() by one when all of the packet but A is there. True
-  // for the warp that finishes the packet.
-  template <class Acquire, class RowsUsed, class AllButA>
-  static KDA_DEVICE bool run(const PrepareContext& c, int tokens, float beta, int turn, Acquire acquire, RowsUsed rows_used, AllButA all_but_a);
+  // beta: of token `lane`; turn: how many chunks this group has prepared before. acquire() waits until the packet may be written, and gives it. The other
+  // two are finish's. True for the warp that finishes the packet.
+  template <class Acquire, class AllButA, class Meanwhile>
+  static KDA_DEVICE bool run(const PrepareContext& c, float beta, int turn, Acquire acquire, AllButA all_but_a, Meanwhile meanwhile);
 };
 
-template <bool kGatesF32, class Packet, int kBuffers>
-template <class Acquire, class RowsUsed, class AllButA>
-KDA_DEVICE bool PrepareBounded<kGatesF32, Packet, kBuffers>::run(const PrepareContext& c, int /*tokens*/, float beta, int turn, Acquire acquire,
-                                                                 RowsUsed rows_used, AllButA all_but_a) {
+template <bool kGatesF32, class Packet>
+template <class Acquire, class AllButA, class Meanwhile>
+KDA_DEVICE bool PrepareBounded<kGatesF32, Packet>::run(const PrepareContext& c, float beta, int turn, Acquire acquire, AllButA all_but_a,
+                                                       Meanwhile meanwhile) {
   const int lane = int(opaque(c.lane)), g = lane >> 2, t = lane & 3, w = c.warp;
   const int panel = w & 1, block = w >> 1;
-  const uint32_t memory = opaque(c.memory), rows = buffer(memory, turn);
-  // Two, because the warp that inverts may read its chunk's while the group writes the next one's.
-  const uint32_t factors = memory + kFactors + (turn & 1) * 512;
+  const uint32_t memory = opaque(c.memory);
+  const uint32_t factors = memory + kFactors;
   // This lane's channel pair in the block's first row: of q, k, gates in the raw rows, and of Qd, -Kd, -Kr in the packet. Of its row r: ^ (r & 7) << 4,
   // plus 128 r.
   const uint32_t pair = block * 2048 + ((lane >> 2) << 4 | (lane & 3) << 2);
-  const uint32_t raw = rows + panel * kPanelStride + pair;
+  const uint32_t raw = memory + panel * kPanelStride + pair;
   auto row_of = [](auto first, int i) { return first ^ uint32_t((i & 7) << 4); };
 
   // Loads from shared memory stand before the arithmetic that hides them: the compiler keeps their order.
 
   // ---- 1. norms of tokens 8 w ..., then
-  store_factors(c, rows, kPanelStride, beta, factors, lane);
+  store_factors(c, memory, kPanelStride, beta, factors, lane);
   // log decays (base 2) and their running sums, of tokens 16 block ... and this lane's two channels
   float sum[16][2];
   {
@@ -81,7 +76,7 @@ KDA_DEVICE bool PrepareBounded<kGatesF32, Packet, kBuffers>::run(const PrepareCo
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       if constexpr (kGatesF32) {
-        const float2 x = load_shared2(rows + panel * kPanelStride + kGates + (lane >> 4) * kPanel + panel_unit(block * 16 + i, (lane >> 1) & 7) + (lane & 1) * 8);
+        const float2 x = load_shared2(memory + panel * kPanelStride + kGates + (lane >> 4) * kPanel + panel_unit(block * 16 + i, (lane >> 1) & 7) + (lane & 1) * 8);
         sum[i][0] = x.x, sum[i][1] = x.y;
       } else {
         sum[i][0] = load_shared(row_of(raw, i) + kGates + i * 128);
@@ -100,7 +95,6 @@ KDA_DEVICE bool PrepareBounded<kGatesF32, Packet, kBuffers>::run(const PrepareCo
     store_shared2(memory + kTotals + block * 512 + channel * 4, total[0], total[1]);
   }
   sync_group(c.barrier, kWarps * 32);
-  if (kBuffers == 2 && w == 0) rows_used();  // the other buffer: everyone is past its chunk
   const Packet packet = acquire();
 
   // ---- 2. scaled rows
@@ -192,13 +186,13 @@ KDA_DEVICE bool PrepareBounded<kGatesF32, Packet, kBuffers>::run(const PrepareCo
   {
     // A lane reads rows of k or of q. Those of block 0 (warps 0 and 1) are the packet's, where it can be read.
     const uint32_t row_in_panel = ((lane >> 3) & 1 ? stage::kQuery : stage::kKey) + panel_unit(lane & 7, lane >> 4) + w * 1024;
-    uint32_t row_at = rows + row_in_panel, row_panel = kPanelStride;
+    uint32_t row_at = memory + row_in_panel, row_panel = kPanelStride;
     if constexpr (Packet::kReadable)
       if (w < 2) row_at = packet.base + row_in_panel, row_panel = stage::kPanelStride;
     // columns of two 8-token tiles: {tile, tile + 1} x {channels 0-7, 8-15}
     const uint32_t column_quad = panel_unit(lane & 7, (lane >> 3) & 1) + (lane >> 4) * 1024;
-    const uint32_t within = rows + kGates + block * 2048 + column_quad;
-    const uint32_t across = (Packet::kReadable ? rows + stage::kKey : memory + kAcross) + column_quad;
+    const uint32_t within = memory + kGates + block * 2048 + column_quad;
+    const uint32_t across = (Packet::kReadable ? memory + stage::kKey : memory + kAcross) + column_quad;
     constexpr uint32_t kAcrossPanel = Packet::kReadable ? kPanelStride : 2048;
     auto fetch = [&](uint32_t (&to)[4], uint32_t from, int s, uint32_t panel_bytes) { load_tiles(to, (from ^ ((s & 3) << 5)) + (s >> 2) * panel_bytes); };
 #pragma unroll
@@ -237,10 +231,7 @@ KDA_DEVICE bool PrepareBounded<kGatesF32, Packet, kBuffers>::run(const PrepareCo
   packet.tiles(lane, [&](int tile, int row) { return stage::kM + square_unit(w * 8 + row, tile); }, m[0], m[1], m[2], m[3]);
 
   // ---- 4. A
-  return finish(c, packet, memory + kTiles, turn, lane, [&] {
-    all_but_a();
-    if (kBuffers == 1) rows_used();
-  });
+  return finish(c, packet, memory + kTiles, turn, lane, all_but_a, meanwhile);
 }
 
 }  // namespace jax_kda

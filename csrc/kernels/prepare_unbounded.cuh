@@ -47,7 +47,6 @@ template <bool kGatesF32, class Packet> struct PrepareUnbounded {
   static constexpr uint32_t kFactors = kTotals + kWarps * 512;  // see store_factors
   static constexpr uint32_t kTiles = kFactors + kChunk * 16;    // -L: [10 tiles][32 lanes] 2 f32
   static constexpr uint32_t kBytes = (kTiles + 10 * 256 + 1023) / 1024 * 1024;
-  static KDA_DEVICE uint32_t buffer(uint32_t memory, int) { return memory; }
 
   // Where warp `from` leaves its columns for warp `to`: of panel 0, and the distance of panel 1.
   struct Place {
@@ -60,14 +59,14 @@ template <bool kGatesF32, class Packet> struct PrepareUnbounded {
   }
 
   // As PrepareBounded::run.
-  template <class Acquire, class RowsUsed, class AllButA>
-  static KDA_DEVICE bool run(const PrepareContext& c, int tokens, float beta, int turn, Acquire acquire, RowsUsed rows_used, AllButA all_but_a);
+  template <class Acquire, class AllButA, class Meanwhile>
+  static KDA_DEVICE bool run(const PrepareContext& c, float beta, int turn, Acquire acquire, AllButA all_but_a, Meanwhile meanwhile);
 };
 
 template <bool kGatesF32, class Packet>
-template <class Acquire, class RowsUsed, class AllButA>
-KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c, int /*tokens*/, float beta, int turn, Acquire acquire,
-                                                         RowsUsed rows_used, AllButA all_but_a) {
+template <class Acquire, class AllButA, class Meanwhile>
+KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c, float beta, int turn, Acquire acquire, AllButA all_but_a,
+                                                         Meanwhile meanwhile) {
   const int w = c.warp;
   const uint32_t memory = c.memory;
   int lane = int(opaque(c.lane));  // again below: what is derived from it need not live through the phases between
@@ -275,10 +274,7 @@ KDA_DEVICE bool PrepareUnbounded<kGatesF32, Packet>::run(const PrepareContext& c
   else if (w == 2) others(std::integral_constant<int, 2>());
   else others(std::integral_constant<int, 3>());
   if ((lane & 3) == 0) Packet::word(packet.at(stage::kBeta + (w * 8 + (lane >> 2)) * 4), 0, bits(token.y));
-  return finish(c, packet, memory + kTiles, turn, lane, [&] {
-    all_but_a();
-    rows_used();
-  });
+  return finish(c, packet, memory + kTiles, turn, lane, all_but_a, meanwhile);
 }
 
 }  // namespace jax_kda

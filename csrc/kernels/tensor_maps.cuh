@@ -60,4 +60,16 @@ template <class Prepare> KDA_DEVICE void copy_rows(const TensorMaps& maps, const
   }
 }
 
+// By one thread: what copy_rows will bring comes to the L2 cache.
+template <class Prepare> KDA_DEVICE void prefetch_rows(const TensorMaps& maps, const Rows& k, int chunk) {
+  const int token = int(k.first_token) + chunk * kChunk;
+#pragma unroll
+  for (int p = 0; p < 2; ++p) {
+    prefetch_tensor(&maps.q, 64 * p, k.key_head, token);
+    prefetch_tensor(&maps.k, 64 * p, k.key_head, token);
+    prefetch_tensor(&maps.g, 64 * p, k.head, token);
+    if constexpr (Prepare::kF32) prefetch_tensor(&maps.g, 64 * p + 32, k.head, token);
+  }
+}
+
 }  // namespace jax_kda

@@ -37,8 +37,9 @@ struct Case {
   DType state_in = DType::kF32, state_out = DType::kF32;
   BetaMode beta = BetaMode::kSigmoid;
   bool warp_engine = false, dt_bias = true, tensor_maps = true;
-  enum { kM128, kM64, kC4M128, kC4M64, kC8M128 } kernel = kM128;
-  int ranks() const { return std::array{1, 2, 4, 4, 8}[kernel]; }
+  enum { kM128, kM64, kC4M128, kC4M64, kC8M128, kPoolM128, kPoolM64 } kernel = kM128;
+  int ranks() const { return std::array{1, 2, 4, 4, 8, 1, 1}[kernel]; }  // of a cluster
+  bool pooled() const { return kernel == kPoolM128 || kernel == kPoolM64; }
   int owners() const { return kernel == kM64 || kernel == kC4M64 ? 2 : 1; }
   int gate_rows = 1;
   int segment_chunks = 0;  // not 0: the segmented route, with segments of so many chunks
@@ -77,7 +78,10 @@ class Call {
     return place;
   }
 
+  bool in_one_block() const { return !c.segment_chunks && !c.pooled(); }  // or cluster: all packets of a task
+
   void set_kernel(decltype(Case::kernel) kernel) { c.kernel = kernel; }
+  void set_sm_count(int count) { c.sm_count = count; }
 
   // Every row that belongs to no sequence becomes NaN.
   void poison_outside() {
@@ -122,6 +126,8 @@ class Call {
                         : c.kernel == Case::kC4M128 ? c4_m128_d15_workspace(a)
                         : c.kernel == Case::kC4M64  ? c4_m64_d10_workspace(a)
                         : c.kernel == Case::kC8M128 ? c8_m128_d35_workspace(a)
+                        : c.kernel == Case::kPoolM128 ? pool_m128_workspace(a)
+                        : c.kernel == Case::kPoolM64 ? pool_m64_workspace(a)
                                                     : 0;
     const Guarded on_workspace(size_t(a.workspace_bytes));
     a.workspace = on_workspace.data();
@@ -132,6 +138,8 @@ class Call {
                 : c.kernel == Case::kC4M128 ? c4_m128_d15
                 : c.kernel == Case::kC4M64  ? c4_m64_d10
                 : c.kernel == Case::kC8M128 ? c8_m128_d35
+                : c.kernel == Case::kPoolM128 ? pool_m128
+                : c.kernel == Case::kPoolM64 ? pool_m64
                 : c.warp_engine             ? baseline_m128_warp_engine
                                             : baseline_m128;
     const cudaError_t e = run(a, nullptr);
@@ -155,8 +163,8 @@ class Call {
         const Activations x = activate(s, h);
         Vector S(D * D);
         for (int i = 0; i < D * D; ++i) S[i] = c.has_state ? state[state_at(s, h, i)] : 0.;
-        const int block = tokens(s) && !c.segment_chunks ? find_block(x) : -1;
-        for (int chunk = 0; chunk * C < tokens(s) && !c.segment_chunks; ++chunk)
+        const int block = tokens(s) && in_one_block() ? find_block(x) : -1;
+        for (int chunk = 0; chunk * C < tokens(s) && in_one_block(); ++chunk)
           for (int rank = 0; rank < c.owners(); ++rank) check_packet(s, block / c.ranks() * c.ranks() + rank, chunk, x);
         recur_exactly(s, h, x, S, want_o, [&](int number) {
           Vector got(D * D);
@@ -182,7 +190,7 @@ class Call {
   std::string what() const {
     return c.gates + (bounded() ? ", bounded" : ", unbounded") + (c.g_f32 ? ", f32 gates" : "") + (c.l2norm ? "" : ", no norm") +
            (c.segment_chunks ? ", segments of " + std::to_string(c.segment_chunks) : "") + (c.warp_engine ? ", warp engine" : "") +
-           std::array{"", ", pair", ", C4 M128", ", C4 M64", ", C8"}[c.kernel] + (c.tensor_maps ? "" : ", no tensor maps") + ", T = " + std::to_string(c.T) +
+           std::array{"", ", pair", ", C4 M128", ", C4 M64", ", C8", ", pool M128", ", pool M64"}[c.kernel] + (c.tensor_maps ? "" : ", no tensor maps") + ", T = " + std::to_string(c.T) +
            (c.offsets.empty() ? "" : ", packed") + (c.checkpoint_every ? ", checkpoints every " + std::to_string(c.checkpoint_every) : "");
   }
 
@@ -411,6 +419,39 @@ void test_same_bits() {
       }
       ++i;
     }
+}
+
+// The pooled kernels: the same bits as baseline_m128, whoever prepares the chunks.
+void test_pool() {
+  int i = 0;
+  for (const char* gates : {"production", "mixed", "unbounded", "softplus"})
+    for (int kind = 0; kind < 4; ++kind, ++i) {
+      Case c(gates);
+      c.g_f32 = kind % 2, c.tensor_maps = i % 5 != 4, c.has_state = i % 3 != 1;
+      if (kind < 2) c.T = std::array{40 * C + 7, 530, 97, 24 * C, 1, 33, 200, 290}[i / 4 * 2 + kind];
+      else c.HV = 2, c.H = 1 + i % 2, c.T = 230, c.offsets = {2, 5, 5, 222}, c.state_in = DType::kBF16, c.v_first = true;
+      Call call(c);
+      if (kind >= 2) call.poison_outside();
+      call.run();
+      const Vector o = call.o, final_state = call.final_state;
+      const int tasks = call.sequences() * c.HV;
+      for (auto [kernel, owners] : {std::pair{Case::kPoolM128, 1}, {Case::kPoolM64, 2}})
+        for (int helpers : {1, 3}) {
+          if (tasks > 1 && helpers == 3 && owners == 2) continue;  // many blocks take the machine long
+          call.set_sm_count(tasks * owners + helpers);
+          call.set_kernel(kernel);
+          call.run();
+          check(call.o == o && call.final_state == final_state, call.what() + ": other bits than baseline_m128's");
+        }
+    }
+  // more owners than there are SMs, and not one SM for a helper: the baseline
+  for (auto kernel : {Case::kPoolM128, Case::kPoolM64}) {
+    Case c("slow");
+    c.HV = 2, c.H = 1, c.sm_count = kernel == Case::kPoolM128 ? 2 : 4, c.kernel = kernel;
+    Call(c).run_and_check();
+    --c.sm_count;
+    Call(c).run_and_check();
+  }
 }
 
 // On a device without room for a cluster. Asked once in a process: this part runs alone.

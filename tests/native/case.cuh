@@ -38,6 +38,8 @@ constexpr struct {
     {"c4_m128_d15", Route::kC4M128D15},
     {"c4_m64_d10", Route::kC4M64D10},
     {"c8_m128_d35", Route::kC8M128D35},
+    {"pool_m128", Route::kPoolM128},
+    {"pool_m64", Route::kPoolM64},
     {"segmented", Route::kSegmented},
     {"segmented_warp_engine", Route::kSegmentedWarpEngine},
 };

@@ -48,7 +48,7 @@ inline float __bfloat162float(__nv_bfloat16 x) { return float(x); }
 // ---- the runtime: one device, one stream, nothing fails
 using cudaError_t = int;
 using cudaStream_t = void*;
-enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNoKernelImageForDevice = 209 };
+enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNoKernelImageForDevice = 209, cudaErrorCooperativeLaunchTooLarge = 720 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributePreferredSharedMemoryCarveout };
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
@@ -78,6 +78,8 @@ template <class Kernel> cudaError_t cudaOccupancyMaxActiveClusters(int* clusters
   return cudaSuccess;
 }
 template <class Kernel> cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) { return cudaSuccess; }
+
+inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) { return std::memset(to, value, bytes), cudaSuccess; }
 
 // ---- tensor maps: tiles of three dimensions with a 128-byte swizzle
 using cuuint32_t = uint32_t;

@@ -97,6 +97,14 @@ void launch(Kernel kernel, uint32_t blocks, int threads, uint32_t shared_bytes, 
     m.run([&] { kernel(arguments...); });
   }
 }
+// All blocks at once, as far as they may wait for one another.
+template <class Kernel, class... Arguments>
+void launch_resident(Kernel kernel, uint32_t blocks, int threads, uint32_t shared_bytes, cudaStream_t, const Arguments&... arguments) {
+  first_block = 0;
+  Machine m(threads, shared_bytes, ++launch_seed, int(blocks));
+  m.on_phase = on_phase;
+  m.run([&] { kernel(arguments...); });
+}
 struct ThreadIndex {
   operator int() const { return machine->lane().index % machine->threads(); }
 };
@@ -193,6 +201,18 @@ inline void store_global16_if(bool on, void* p, float4 v) {
   std::memcpy(p, &v, 16);
 }
 
+inline int leading_lanes(bool x) {
+  struct Operand {
+    bool x;
+    int result;
+  } mine = {x, 0};
+  machine->together("ballot", mine, [](const std::array<Operand*, 32>& all) {
+    int count = 0;
+    while (count < 32 && all[count]->x) ++count;
+    for (Operand* lane : all) lane->result = count;
+  });
+  return mine.result;
+}
 inline int count_lanes(bool x) {
   struct Operand {
     bool x;
@@ -321,8 +341,17 @@ inline void add_flag(uint32_t* flag, uint32_t bits) {
 template <class Done> void wait_flag(const uint32_t* flag, Done done) {
   while (planted != Fault::kFlagWaitOpen && !done(*flag)) machine->poll("flag", *flag);
 }
+template <class Done> void wait_room(const uint32_t* flag, Done done) { wait_flag(flag, done); }
+template <class Done> int wait_flags(const uint32_t* flag, Done done) {
+  for (;;) {
+    const int ready = leading_lanes(planted == Fault::kFlagWaitOpen || done(*flag));
+    if (ready > 0) return ready;
+    machine->poll("flag", *flag);
+  }
+}
 
 inline void prefetch_global(const void*) {}
+inline void prefetch_tensor(const void*, int, int, int) {}
 inline void allow_next_kernel() {}
 inline void wait_for_previous_kernels() {}
 

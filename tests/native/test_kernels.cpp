@@ -8,6 +8,7 @@
 //   recurrence   K2 alone, both engines, fed with packets made here
 //   packets      the baseline kernels in every gate regime: K1's packets as they are announced to K2, o and the final state
 //   cluster      the owner/helper kernels likewise
+//   pool         the pooled kernels likewise
 //   same-bits    every kernel of chunks in order has the bits of baseline_m128
 //   fallback     the owner/helper routes where no cluster finds room; alone in its process
 //   tails        every length of the last chunk, between neighbours that are all NaN
@@ -31,6 +32,7 @@
 #include "baseline_on_host.cuh"
 #include "cluster_on_host.cuh"
 #include "decode_on_host.cuh"
+#include "pool.cu"
 #include "segmented.cu"
 
 namespace jax_kda {
@@ -354,7 +356,7 @@ int run(int argc, char** argv) {
       {"tails", test_tails},     {"calls", test_calls},                   {"prefix-bounded", test_prefix_bounded},
       {"resets", test_resets},   {"prefix-unbounded", test_prefix_unbounded}, {"decode", test_decode},
       {"segmented", test_segmented}, {"segmented-calls", test_segmented_calls}, {"same-bits", test_same_bits}, {"fallback", test_fallback},
-      {"checkpoints", test_checkpoints}};
+      {"checkpoints", test_checkpoints}, {"pool", test_pool}};
   std::vector<std::string> names;
   unsigned seed = 1;
   for (int i = 1; i < argc; ++i) {
