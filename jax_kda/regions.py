@@ -49,10 +49,11 @@ MEASURED: tuple[Region, ...] = (
     Region("c4_m64_d10", (9, 0), (22, 30), (512, 524288), _MEASURED),
     Region("baseline_m64", (9, 0), (31, 43), (1, 127), _MEASURED),
     Region("segmented", (9, 0), (31, 43), (128, 524288), _MEASURED),
-    Region("baseline_m64", (9, 0), (44, 65), (128, 16383), _MEASURED),
+    Region("baseline_m64", (9, 0), (44, 65), (1, 16383), _MEASURED),
     Region("segmented", (9, 0), (44, 65), (16384, 262144), _MEASURED),
-    Region("baseline_m64", (9, 0), (66, 66), (128, 131072), _MEASURED),
-    Region("baseline_m64", (9, 0), (133, 197), (1024, 65536), _MEASURED),
+    Region("baseline_m64", (9, 0), (66, 66), (1, 131072), _MEASURED),
+    Region("segmented", (9, 0), (67, 95), (4096, 131072), _MEASURED),
+    Region("baseline_m64", (9, 0), (133, 197), (512, 65536), _MEASURED),
     Region("baseline_m64", (9, 0), (198, 263), (4096, 65536), _MEASURED),
 )
 
