@@ -427,27 +427,43 @@ template <class Engine> cudaError_t select_segmented(const PrefillArgs& a, cudaS
 }  // namespace
 
 // The least of a model of steps 2 to 4, in cycles: what a CTA takes a chunk (or a map), times the rounds in which the SMs get through all CTAs, or
-// what the memory takes for all of it. Step 1 does not depend on the choice.
+// what the memory takes for all of it. Step 1 does not depend on the choice. Of packed sequences only the number is known: the longest is taken to be as
+// long as that of a row cut at random places is on average. A grid has slots for whatever the lengths are (segments.cuh); those with work are about half a
+// slot a sequence fewer.
 int segment_chunks(int64_t B, int64_t T, int64_t N, int64_t HV, int sm_count) {
   constexpr int64_t kMostSegments = 512;
   constexpr double kKernel = 3000.;                      // from one kernel's end to the next one's first products
   constexpr double kMaps64 = 700., kMaps128 = 1000., kMapsMemory = 10.;  // a chunk: for CTAs of 64 and 128 rows, and of all SMs' memory traffic
   constexpr double kOutputs64 = 1000., kOutputs128 = 1550., kOutputsMemory = 16.;
   constexpr double kFold = 750.;  // a map
-  const int64_t sequences = std::max<int64_t>(B * N, 1), chunks = std::max<int64_t>((T + kChunk - 1) / kChunk / std::max<int64_t>(N, 1), 1);
-  const int64_t tasks = sequences * HV;
-  auto rounds = [&](int64_t ctas) { return double((ctas + sm_count - 1) / sm_count); };
-  auto reader = [&](int64_t ctas, double chunk64, double chunk128, int64_t length) {  // ctas: of 128 rows
-    return 2 * ctas <= sm_count ? length * chunk64 : rounds(ctas) * length * chunk128;
+  N = std::max<int64_t>(N, 1);
+  const int64_t row = std::max<int64_t>((T + kChunk - 1) / kChunk, 1), heads = std::max<int64_t>(B, 1) * HV;
+  const double spread = N == 1 ? 1. : std::log(double(N)) + 0.5772 + 0.5 / double(N);
+  const int64_t longest = std::min(std::max<int64_t>(int64_t(double(row) / double(N) * spread), 1), row);
+  const double all_chunks = double(heads * row);
+  auto reader = [&](int64_t slots, double used, double chunk64, double chunk128, int64_t length) {
+    const double steps = double(std::min(length, longest));
+    return steps * (2 * slots <= sm_count ? chunk64 : chunk128 * std::ceil(used / sm_count));
   };
-  int64_t best = chunks;
-  double least = INFINITY;
-  for (int64_t segments = 1; segments <= std::min(chunks, kMostSegments); ++segments) {
-    const int64_t length = (chunks + segments - 1) / segments, real = (chunks + length - 1) / length;
-    double cycles = std::max(reader(tasks * real, kOutputs64, kOutputs128, length), kOutputsMemory * double(tasks * chunks));
-    if (real > 1) cycles += kKernel + std::max(reader(2 * tasks * (real - 1), kMaps64, kMaps128, length), kMapsMemory * double(tasks * chunks));
-    if (real > 2) cycles += kKernel + double(real - 2) * kFold * rounds(tasks * (kHeadDim / 16));
-    if (cycles < least) least = cycles, best = length;
+  auto cycles = [&](int64_t length) {
+    const int64_t of_row = (row + length - 1) / length, slots = N == 1 ? of_row : row / length + N;
+    const double used = N == 1 ? double(of_row) : std::max(double(row) / double(length) + double(N) / 2, double(N));
+    double found = std::max(reader(heads * slots, double(heads) * used, kOutputs64, kOutputs128, length), kOutputsMemory * all_chunks);
+    if (of_row > 1) {
+      const int64_t mapped = 2 * heads * (N == 1 ? slots - 1 : slots);
+      found += kKernel + std::max(reader(mapped, 2 * double(heads) * (used - double(N)), kMaps64, kMaps128, length), kMapsMemory * all_chunks);
+    }
+    if (of_row > 2) {
+      const int64_t folds = std::max<int64_t>((longest + length - 1) / length - 2, 0);
+      found += kKernel + double(folds) * kFold * std::ceil(double(heads * N * (kHeadDim / 16)) / sm_count);
+    }
+    return found;
+  };
+  int64_t best = row;
+  double least = cycles(row);
+  for (int64_t segments = 1; segments <= std::min(longest, kMostSegments); ++segments) {
+    const int64_t length = (longest + segments - 1) / segments;
+    if (const double found = cycles(length); found < least) least = found, best = length;
   }
   return int(best);
 }
