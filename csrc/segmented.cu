@@ -6,11 +6,11 @@
 //   3. states    the maps folded along each sequence, 16 value rows a CTA
 //   4. outputs   K2 over each segment from the state that step 3 (or the call) says it starts from
 //
-// Kernels of a row: each may move in where the one before leaves room (launch_kernel.cuh). Steps 2 and 3 fall away where no sequence can be long enough
+// Kernels of a row: each may move in where the one before leaves room (kernel_row.cuh). Steps 2 and 3 fall away where no sequence can be long enough
 // to need them. No CTA waits for another one.
 #include "kernels/chain.cuh"
 #include "kernels/checkpoints.cuh"
-#include "kernels/launch_kernel.cuh"
+#include "kernels/kernel_row.cuh"
 #include "kernels/maps.cuh"
 #include "kernels/prepare_bounded.cuh"
 #include "kernels/prepare_unbounded.cuh"
@@ -379,23 +379,23 @@ template <class Engine, bool kBounded, bool kGatesF32> cudaError_t launch_segmen
   const int groups = int(std::min<int64_t>((x.chunk_slots + x.packet_parts - 1) / x.packet_parts, P::kGroups));
   constexpr auto packets = packets_kernel<kBounded, kGatesF32>;
   if (cudaError_t e = allow_shared_memory<packets>(P::bytes(P::kGroups)); e != cudaSuccess) return e;
-  if (cudaError_t e = launch_kernel<packets>(true, tasks * x.packet_parts, groups * P::kGroupThreads, P::bytes(groups), stream, x, make_tensor_maps(a));
-      e != cudaSuccess)
-    return e;
+  KernelRow row(stream);
+  const TensorMaps tensor_maps = make_tensor_maps(a);
+  if (cudaError_t e = row.add<packets>(tasks * x.packet_parts, groups * P::kGroupThreads, P::bytes(groups), x, tensor_maps); e != cudaSuccess) return e;
   // A CTA of 64 rows is the faster one, of 128 the thriftier: it loads a packet once for both halves.
-  auto launch_reader = [&](auto one, auto two, int64_t ctas) {  // ctas: of 128 rows
+  auto add_reader = [&](auto one, auto two, int64_t ctas) {  // ctas: of 128 rows
     return ctas * 2 <= sms ? one(ctas * 2) : two(ctas);
   };
   const int64_t most = (a.T + x.segment - 1) / x.segment;  // segments that a sequence can have
   if (most > 1) {
-    const cudaError_t e = launch_reader(
+    const cudaError_t e = add_reader(
         [&](int64_t blocks) {
           using L = ReaderLayout<1, false>;
-          return launch_kernel<maps_kernel<Engine, 1>>(false, blocks, L::kThreads, L::kBytes, stream, x);
+          return row.add<maps_kernel<Engine, 1>>(blocks, L::kThreads, L::kBytes, x);
         },
         [&](int64_t blocks) {
           using L = ReaderLayout<2, false>;
-          return launch_kernel<maps_kernel<Engine, 2>>(false, blocks, L::kThreads, L::kBytes, stream, x);
+          return row.add<maps_kernel<Engine, 2>>(blocks, L::kThreads, L::kBytes, x);
         },
         tasks * x.map_slots * 2);
     if (e != cudaSuccess) return e;
@@ -403,18 +403,19 @@ template <class Engine, bool kBounded, bool kGatesF32> cudaError_t launch_segmen
   if (most > 2) {
     using L = FoldLayout;
     const int64_t blocks = a.B * a.N * a.HV * (kHeadDim / 16);
-    if (cudaError_t e = launch_kernel<states_kernel>(false, blocks, L::kThreads, L::kBytes, stream, x); e != cudaSuccess) return e;
+    if (cudaError_t e = row.add<states_kernel>(blocks, L::kThreads, L::kBytes, x); e != cudaSuccess) return e;
   }
-  return launch_reader(
+  const cudaError_t e = add_reader(
       [&](int64_t blocks) {
         using L = ReaderLayout<1, true>;
-        return launch_kernel<outputs_kernel<Engine, 1>>(false, blocks, L::kThreads, L::kBytes, stream, x);
+        return row.add<outputs_kernel<Engine, 1>>(blocks, L::kThreads, L::kBytes, x);
       },
       [&](int64_t blocks) {
         using L = ReaderLayout<2, true>;
-        return launch_kernel<outputs_kernel<Engine, 2>>(false, blocks, L::kThreads, L::kBytes, stream, x);
+        return row.add<outputs_kernel<Engine, 2>>(blocks, L::kThreads, L::kBytes, x);
       },
       tasks * x.segment_slots);
+  return e == cudaSuccess ? row.launch() : e;
 }
 
 template <class Engine> cudaError_t select_segmented(const PrefillArgs& a, cudaStream_t stream) {
