@@ -7,9 +7,9 @@
 
 Between two points of the grid the route is taken whose worst ratio to the best, over the corners of the cell,
 is the smallest; a route other than the baseline only where it is at no corner slower than the baseline in any
-round, and at one corner at least 5 % faster in every round. Beyond the grid's tasks the baseline stays; longer sequences are as the longest
-measured. The predicted times (jax_kda/costs.py) are fitted to the same rows, relative errors weighted towards
-the largest.
+round, and at one corner at least 5 % faster in every round. Beyond the grid's tasks the baseline stays;
+longer sequences are as the longest measured. The predicted times (jax_kda/costs.py), which decide packed
+calls, are fitted to the same rows, relative errors weighted towards the largest.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ RESIDENT = {"baseline_m128": 132, "baseline_m64": 66, "c4_m128_d15": 30, "c4_m64
 
 def fit(found: Sequence[rows.Row], resident: int) -> tuple[float, ...]:
     """The coefficients of costs.terms, none negative, that predict these rows of one route best."""
-    terms = np.array([costs.terms(row["HV"], row["T"], resident) for row in found])
+    terms = np.array([costs.terms((row["T"],), row["HV"], resident) for row in found])
     relative = terms / np.array([row["median_us"] for row in found])[:, None]
     weights, best, least = np.ones(len(found)), np.zeros(terms.shape[1]), np.inf
     for _ in range(200):
