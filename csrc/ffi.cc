@@ -398,7 +398,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_kda_decode_v1, decode_call,
                               bind_decode(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                               {ffi::Traits::kCmdBufferCompatible});
 
-// Nothing in prefill or decode waits, allocates or reads the device, so XLA may record it into a command buffer (a CUDA graph).
+// Nothing in prefill or decode waits or reads the device, or allocates while the stream is recorded: XLA may have it in a command buffer (a CUDA graph).
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_kda_prefill_v1, prefill_call,
                               bind_prefill(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                               {ffi::Traits::kCmdBufferCompatible});
