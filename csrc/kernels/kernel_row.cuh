@@ -17,7 +17,7 @@ namespace jax_kda {
 
 class KernelRow {
  public:
-  static constexpr int kMost = 4, kMostArguments = 2;
+  static constexpr int kMost = 8, kMostArguments = 2;
 
   explicit KernelRow(cudaStream_t stream) : stream_(stream) {}
 
