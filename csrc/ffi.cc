@@ -82,26 +82,27 @@ DType launch_dtype(const AnyBuffer& buffer) {
 
 bool is_absent(const AnyBuffer& buffer) { return buffer.dimensions().size() == 1 && buffer.dimensions()[0] == 0; }
 
-// Collects the first thing that is wrong with a call.
+// Collects the first thing that is wrong with a call. Only what is wrong becomes text: messages made every time took 4 us of a call.
 class Checks {
  public:
-  void require(bool holds, const std::string& otherwise) {
-    if (!holds && message_.empty()) message_ = "jax_kda: " + otherwise;
+  template <typename Text>
+  void require(bool holds, Text otherwise) {
+    if (!holds && message_.empty()) message_ = "jax_kda: " + otherwise();
   }
 
   void shape(const char* name, const AnyBuffer& buffer, Dims expected) {
     auto dims = buffer.dimensions();
     bool same = dims.size() == expected.size() && std::equal(dims.begin(), dims.end(), expected.begin());
-    require(same, std::string(name) + " has shape " + shape_text(dims) + ", expected " + shape_text(expected));
+    require(same, [&] { return std::string(name) + " has shape " + shape_text(dims) + ", expected " + shape_text(expected); });
   }
 
   void dtype(const char* name, const AnyBuffer& buffer, std::initializer_list<DataType> allowed) {
-    std::string names;
-    for (DataType dtype : allowed) {
-      if (buffer.element_type() == dtype) return;
-      names += (names.empty() ? "" : " or ") + std::string(dtype_text(dtype));
-    }
-    require(false, std::string(name) + " is " + dtype_text(buffer.element_type()) + ", expected " + names);
+    const bool known = std::find(allowed.begin(), allowed.end(), buffer.element_type()) != allowed.end();
+    require(known, [&] {
+      std::string names;
+      for (DataType dtype : allowed) names += (names.empty() ? "" : " or ") + std::string(dtype_text(dtype));
+      return std::string(name) + " is " + dtype_text(buffer.element_type()) + ", expected " + names;
+    });
   }
 
   bool failed() const { return !message_.empty(); }
@@ -139,19 +140,20 @@ ffi::Error decode(const Call& call, PrefillArgs& args) {
   Checks checks;
   auto q_dims = call.q.dimensions(), v_dims = call.v.dimensions(), rows = call.offsets.dimensions();
   const bool packed = !is_absent(call.offsets);
-  checks.require(q_dims.size() == 4, "q has shape " + shape_text(q_dims) + ", expected [B, T, H, 128]");
-  checks.require(v_dims.size() == 4, "v has shape " + shape_text(v_dims) + ", expected [B, T, HV, 128]");
-  checks.require(!packed || (rows.size() == 2 && rows[1] > 0),
-                 "offsets has shape " + shape_text(rows) + ", expected [B, N + 1]");
+  checks.require(q_dims.size() == 4, [&] { return "q has shape " + shape_text(q_dims) + ", expected [B, T, H, 128]"; });
+  checks.require(v_dims.size() == 4, [&] { return "v has shape " + shape_text(v_dims) + ", expected [B, T, HV, 128]"; });
+  checks.require(!packed || (rows.size() == 2 && rows[1] > 0), [&] { return "offsets has shape " + shape_text(rows) + ", expected [B, N + 1]"; });
   if (checks.failed()) return checks.error();
 
   const int64_t B = q_dims[0], T = q_dims[1], H = q_dims[2], HV = v_dims[2], N = packed ? rows[1] - 1 : 1;
-  checks.require(H > 0 && HV > 0 && HV % H == 0,
-                 "v has " + std::to_string(HV) + " heads, q has " + std::to_string(H) + "; expected a multiple of q's");
+  checks.require(H > 0 && HV > 0 && HV % H == 0, [&] {
+    return "v has " + std::to_string(HV) + " heads, q has " + std::to_string(H) + "; expected a multiple of q's";
+  });
   // Tokens and sequences are counted in int32, and a kernel's grid has at most this many blocks.
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  checks.require(B <= kMost && T <= kMost && N <= kMost && HV <= kMost && B * N <= kMost && B * N * HV <= kMost,
-                 "B, T, N, HV = " + shape_text(Dims{B, T, N, HV}) + "; T and B * N * HV must be below 2^31");
+  checks.require(B <= kMost && T <= kMost && N <= kMost && HV <= kMost && B * N <= kMost && B * N * HV <= kMost, [&] {
+    return "B, T, N, HV = " + shape_text(Dims{B, T, N, HV}) + "; T and B * N * HV must be below 2^31";
+  });
 
   checks.shape("q", call.q, {B, T, H, kD});
   checks.shape("k", call.k, {B, T, H, kD});
@@ -165,14 +167,14 @@ ffi::Error decode(const Call& call, PrefillArgs& args) {
   checks.dtype("g", call.g, {DataType::BF16, DataType::F32});
   checks.dtype("beta", call.beta, {DataType::BF16, DataType::F32});
 
-  checks.require(0 <= call.gate && call.gate <= 2, "gate is " + std::to_string(call.gate) + ", expected 0, 1 or 2");
-  checks.require(0 <= call.beta_mode && call.beta_mode <= 2,
-                 "beta mode is " + std::to_string(call.beta_mode) + ", expected 0, 1 or 2");
+  checks.require(0 <= call.gate && call.gate <= 2, [&] { return "gate is " + std::to_string(call.gate) + ", expected 0, 1 or 2"; });
+  checks.require(0 <= call.beta_mode && call.beta_mode <= 2, [&] {
+    return "beta mode is " + std::to_string(call.beta_mode) + ", expected 0, 1 or 2";
+  });
   const bool gated = call.gate != static_cast<int32_t>(GateMode::kLog);
   const bool biased = !is_absent(call.dt_bias);
   const int64_t R = gated && call.a_log.dimensions().size() == 2 ? call.a_log.dimensions()[0] : 1;
-  checks.require(R == 1 || R == B,
-                 "A_log has " + std::to_string(R) + " rows, expected 1 or the batch's " + std::to_string(B));
+  checks.require(R == 1 || R == B, [&] { return "A_log has " + std::to_string(R) + " rows, expected 1 or the batch's " + std::to_string(B); });
   if (gated) {
     checks.shape("A_log", call.a_log, {R, HV});
     checks.dtype("A_log", call.a_log, {DataType::F32});
@@ -194,22 +196,25 @@ ffi::Error decode(const Call& call, PrefillArgs& args) {
     checks.dtype(name, *state, {DataType::F32, DataType::BF16});
   }
   const int32_t every = call.checkpoint_every;
-  checks.require(every >= 0 && every % 64 == 0,
-                 "checkpoint_every is " + std::to_string(every) + ", expected 0 or a positive multiple of 64");
+  checks.require(every >= 0 && every % 64 == 0, [&] {
+    return "checkpoint_every is " + std::to_string(every) + ", expected 0 or a positive multiple of 64";
+  });
   if (checks.failed()) return checks.error();
   if (every > 0) {
     checks.shape("checkpoints", call.checkpoints, {B, T / every, HV, kD, kD});
     checks.dtype("checkpoints", call.checkpoints, {DataType::F32, DataType::BF16});
-    checks.require(is_absent(call.final_state) || call.final_state.element_type() == call.checkpoints.element_type(),
-                   "checkpoints and final_state have different dtypes");
+    checks.require(is_absent(call.final_state) || call.final_state.element_type() == call.checkpoints.element_type(), [&] {
+      return std::string("checkpoints and final_state have different dtypes");
+    });
   } else {
     checks.shape("checkpoints", call.checkpoints, {0});
   }
   // The kernels move 16 bytes at a time.
   for (const AnyBuffer* buffer :
        {&call.q, &call.k, &call.v, &call.g, &call.initial_state, &call.o, &call.final_state, &call.checkpoints}) {
-    checks.require(reinterpret_cast<uintptr_t>(buffer->untyped_data()) % 16 == 0,
-                   "a buffer of shape " + shape_text(buffer->dimensions()) + " is not aligned to 16 bytes");
+    checks.require(reinterpret_cast<uintptr_t>(buffer->untyped_data()) % 16 == 0, [&] {
+      return "a buffer of shape " + shape_text(buffer->dimensions()) + " is not aligned to 16 bytes";
+    });
   }
   if (checks.failed()) return checks.error();
 
@@ -247,9 +252,10 @@ ffi::Error take_workspace(const AnyBuffer& workspace, Route route, PrefillArgs& 
   args.workspace = workspace.untyped_data();
   args.workspace_bytes = workspace.element_count();
   checks.dtype("workspace", workspace, {DataType::U8});
-  checks.require(args.workspace_bytes >= needed, "workspace has " + std::to_string(args.workspace_bytes) +
-                                                     " bytes, this route needs " + std::to_string(needed));
-  checks.require(reinterpret_cast<uintptr_t>(args.workspace) % 16 == 0, "workspace is not aligned to 16 bytes");
+  checks.require(args.workspace_bytes >= needed, [&] {
+    return "workspace has " + std::to_string(args.workspace_bytes) + " bytes, this route needs " + std::to_string(needed);
+  });
+  checks.require(reinterpret_cast<uintptr_t>(args.workspace) % 16 == 0, [&] { return std::string("workspace is not aligned to 16 bytes"); });
   return checks.failed() ? checks.error() : ffi::Error::Success();
 }
 
@@ -332,8 +338,9 @@ ffi::Error decode_call(cudaStream_t stream, AnyBuffer q, AnyBuffer k, AnyBuffer 
   if (wrong.failure()) return wrong;
   Checks checks;
   const int64_t P = !pooled ? call.B : state.dimensions().size() == 4 ? state.dimensions()[0] : 0;
-  checks.require(1 <= call.T && call.T <= kMaxDecodeTokens,
-                 "q has T = " + std::to_string(call.T) + " tokens, expected 1 to " + std::to_string(kMaxDecodeTokens));
+  checks.require(1 <= call.T && call.T <= kMaxDecodeTokens, [&] {
+    return "q has T = " + std::to_string(call.T) + " tokens, expected 1 to " + std::to_string(kMaxDecodeTokens);
+  });
   for (auto [name, buffer] : {std::pair{"the state", &state}, {"the new state", &*new_state}}) {
     if (pooled) checks.shape(name, *buffer, {P, call.HV, kD, kD});
     else checks.shape(name, *buffer, {call.B, 1, call.HV, kD, kD});
@@ -343,9 +350,10 @@ ffi::Error decode_call(cudaStream_t stream, AnyBuffer q, AnyBuffer k, AnyBuffer 
     checks.shape("state_indices", state_indices, {call.B});
     checks.dtype("state_indices", state_indices, {DataType::S32});
   }
-  checks.require(state.untyped_data() == new_state->untyped_data() && state.element_type() == new_state->element_type(),
-                 "the state and the new state must be one buffer (input_output_aliases of the custom call)");
-  checks.require(reinterpret_cast<uintptr_t>(state.untyped_data()) % 16 == 0, "the state is not aligned to 16 bytes");
+  checks.require(state.untyped_data() == new_state->untyped_data() && state.element_type() == new_state->element_type(), [&] {
+    return std::string("the state and the new state must be one buffer (input_output_aliases of the custom call)");
+  });
+  checks.require(reinterpret_cast<uintptr_t>(state.untyped_data()) % 16 == 0, [&] { return std::string("the state is not aligned to 16 bytes"); });
   if (checks.failed()) return checks.error();
 
   DecodeArgs args{};
@@ -390,7 +398,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_kda_decode_v1, decode_call,
                               bind_decode(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                               {ffi::Traits::kCmdBufferCompatible});
 
-// Nothing in prefill or decode waits, allocates or reads the device, so XLA may record it into a command buffer (a CUDA graph).
+// Nothing in prefill or decode waits or reads the device, or allocates while the stream is recorded: XLA may have it in a command buffer (a CUDA graph).
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_kda_prefill_v1, prefill_call,
                               bind_prefill(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -1,6 +1,6 @@
 // The plain C++ face of the kernels: pointers, sizes and a stream in, a cudaError_t out. Nothing of XLA, nothing of Python.
 //
-// Everything here is callable while the stream is being captured: no allocation, no synchronisation, no other stream.
+// Everything here is callable while the stream is being captured: no allocation then, and never a synchronisation or another stream.
 #pragma once
 
 #include <cuda_runtime_api.h>

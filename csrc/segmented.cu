@@ -6,11 +6,11 @@
 //   3. states    the maps folded along each sequence, 16 value rows a CTA
 //   4. outputs   K2 over each segment from the state that step 3 (or the call) says it starts from
 //
-// Kernels of a row: each may move in where the one before leaves room (launch_kernel.cuh). Steps 2 and 3 fall away where no sequence can be long enough
+// Kernels of a row: each may move in where the one before leaves room (kernel_row.cuh). Steps 2 and 3 fall away where no sequence can be long enough
 // to need them. No CTA waits for another one.
 #include "kernels/chain.cuh"
 #include "kernels/checkpoints.cuh"
-#include "kernels/launch_kernel.cuh"
+#include "kernels/kernel_row.cuh"
 #include "kernels/maps.cuh"
 #include "kernels/prepare_bounded.cuh"
 #include "kernels/prepare_unbounded.cuh"
@@ -379,23 +379,23 @@ template <class Engine, bool kBounded, bool kGatesF32> cudaError_t launch_segmen
   const int groups = int(std::min<int64_t>((x.chunk_slots + x.packet_parts - 1) / x.packet_parts, P::kGroups));
   constexpr auto packets = packets_kernel<kBounded, kGatesF32>;
   if (cudaError_t e = allow_shared_memory<packets>(P::bytes(P::kGroups)); e != cudaSuccess) return e;
-  if (cudaError_t e = launch_kernel<packets>(true, tasks * x.packet_parts, groups * P::kGroupThreads, P::bytes(groups), stream, x, make_tensor_maps(a));
-      e != cudaSuccess)
-    return e;
+  KernelRow row(stream);
+  const TensorMaps tensor_maps = make_tensor_maps(a);
+  if (cudaError_t e = row.add<packets>(tasks * x.packet_parts, groups * P::kGroupThreads, P::bytes(groups), x, tensor_maps); e != cudaSuccess) return e;
   // A CTA of 64 rows is the faster one, of 128 the thriftier: it loads a packet once for both halves.
-  auto launch_reader = [&](auto one, auto two, int64_t ctas) {  // ctas: of 128 rows
+  auto add_reader = [&](auto one, auto two, int64_t ctas) {  // ctas: of 128 rows
     return ctas * 2 <= sms ? one(ctas * 2) : two(ctas);
   };
   const int64_t most = (a.T + x.segment - 1) / x.segment;  // segments that a sequence can have
   if (most > 1) {
-    const cudaError_t e = launch_reader(
+    const cudaError_t e = add_reader(
         [&](int64_t blocks) {
           using L = ReaderLayout<1, false>;
-          return launch_kernel<maps_kernel<Engine, 1>>(false, blocks, L::kThreads, L::kBytes, stream, x);
+          return row.add<maps_kernel<Engine, 1>>(blocks, L::kThreads, L::kBytes, x);
         },
         [&](int64_t blocks) {
           using L = ReaderLayout<2, false>;
-          return launch_kernel<maps_kernel<Engine, 2>>(false, blocks, L::kThreads, L::kBytes, stream, x);
+          return row.add<maps_kernel<Engine, 2>>(blocks, L::kThreads, L::kBytes, x);
         },
         tasks * x.map_slots * 2);
     if (e != cudaSuccess) return e;
@@ -403,18 +403,19 @@ template <class Engine, bool kBounded, bool kGatesF32> cudaError_t launch_segmen
   if (most > 2) {
     using L = FoldLayout;
     const int64_t blocks = a.B * a.N * a.HV * (kHeadDim / 16);
-    if (cudaError_t e = launch_kernel<states_kernel>(false, blocks, L::kThreads, L::kBytes, stream, x); e != cudaSuccess) return e;
+    if (cudaError_t e = row.add<states_kernel>(blocks, L::kThreads, L::kBytes, x); e != cudaSuccess) return e;
   }
-  return launch_reader(
+  const cudaError_t e = add_reader(
       [&](int64_t blocks) {
         using L = ReaderLayout<1, true>;
-        return launch_kernel<outputs_kernel<Engine, 1>>(false, blocks, L::kThreads, L::kBytes, stream, x);
+        return row.add<outputs_kernel<Engine, 1>>(blocks, L::kThreads, L::kBytes, x);
       },
       [&](int64_t blocks) {
         using L = ReaderLayout<2, true>;
-        return launch_kernel<outputs_kernel<Engine, 2>>(false, blocks, L::kThreads, L::kBytes, stream, x);
+        return row.add<outputs_kernel<Engine, 2>>(blocks, L::kThreads, L::kBytes, x);
       },
       tasks * x.segment_slots);
+  return e == cudaSuccess ? row.launch() : e;
 }
 
 template <class Engine> cudaError_t select_segmented(const PrefillArgs& a, cudaStream_t stream) {
@@ -427,27 +428,43 @@ template <class Engine> cudaError_t select_segmented(const PrefillArgs& a, cudaS
 }  // namespace
 
 // The least of a model of steps 2 to 4, in cycles: what a CTA takes a chunk (or a map), times the rounds in which the SMs get through all CTAs, or
-// what the memory takes for all of it. Step 1 does not depend on the choice.
+// what the memory takes for all of it. Step 1 does not depend on the choice. Of packed sequences only the number is known: the longest is taken to be as
+// long as that of a row cut at random places is on average. A grid has slots for whatever the lengths are (segments.cuh); those with work are about half a
+// slot a sequence fewer.
 int segment_chunks(int64_t B, int64_t T, int64_t N, int64_t HV, int sm_count) {
   constexpr int64_t kMostSegments = 512;
   constexpr double kKernel = 3000.;                      // from one kernel's end to the next one's first products
   constexpr double kMaps64 = 700., kMaps128 = 1000., kMapsMemory = 10.;  // a chunk: for CTAs of 64 and 128 rows, and of all SMs' memory traffic
   constexpr double kOutputs64 = 1000., kOutputs128 = 1550., kOutputsMemory = 16.;
   constexpr double kFold = 750.;  // a map
-  const int64_t sequences = std::max<int64_t>(B * N, 1), chunks = std::max<int64_t>((T + kChunk - 1) / kChunk / std::max<int64_t>(N, 1), 1);
-  const int64_t tasks = sequences * HV;
-  auto rounds = [&](int64_t ctas) { return double((ctas + sm_count - 1) / sm_count); };
-  auto reader = [&](int64_t ctas, double chunk64, double chunk128, int64_t length) {  // ctas: of 128 rows
-    return 2 * ctas <= sm_count ? length * chunk64 : rounds(ctas) * length * chunk128;
+  N = std::max<int64_t>(N, 1);
+  const int64_t row = std::max<int64_t>((T + kChunk - 1) / kChunk, 1), heads = std::max<int64_t>(B, 1) * HV;
+  const double spread = N == 1 ? 1. : std::log(double(N)) + 0.5772 + 0.5 / double(N);
+  const int64_t longest = std::min(std::max<int64_t>(int64_t(double(row) / double(N) * spread), 1), row);
+  const double all_chunks = double(heads * row);
+  auto reader = [&](int64_t slots, double used, double chunk64, double chunk128, int64_t length) {
+    const double steps = double(std::min(length, longest));
+    return steps * (2 * slots <= sm_count ? chunk64 : chunk128 * std::ceil(used / sm_count));
   };
-  int64_t best = chunks;
-  double least = INFINITY;
-  for (int64_t segments = 1; segments <= std::min(chunks, kMostSegments); ++segments) {
-    const int64_t length = (chunks + segments - 1) / segments, real = (chunks + length - 1) / length;
-    double cycles = std::max(reader(tasks * real, kOutputs64, kOutputs128, length), kOutputsMemory * double(tasks * chunks));
-    if (real > 1) cycles += kKernel + std::max(reader(2 * tasks * (real - 1), kMaps64, kMaps128, length), kMapsMemory * double(tasks * chunks));
-    if (real > 2) cycles += kKernel + double(real - 2) * kFold * rounds(tasks * (kHeadDim / 16));
-    if (cycles < least) least = cycles, best = length;
+  auto cycles = [&](int64_t length) {
+    const int64_t of_row = (row + length - 1) / length, slots = N == 1 ? of_row : row / length + N;
+    const double used = N == 1 ? double(of_row) : std::max(double(row) / double(length) + double(N) / 2, double(N));
+    double found = std::max(reader(heads * slots, double(heads) * used, kOutputs64, kOutputs128, length), kOutputsMemory * all_chunks);
+    if (of_row > 1) {
+      const int64_t mapped = 2 * heads * (N == 1 ? slots - 1 : slots);
+      found += kKernel + std::max(reader(mapped, 2 * double(heads) * (used - double(N)), kMaps64, kMaps128, length), kMapsMemory * all_chunks);
+    }
+    if (of_row > 2) {
+      const int64_t folds = std::max<int64_t>((longest + length - 1) / length - 2, 0);
+      found += kKernel + double(folds) * kFold * std::ceil(double(heads * N * (kHeadDim / 16)) / sm_count);
+    }
+    return found;
+  };
+  int64_t best = row;
+  double least = cycles(row);
+  for (int64_t segments = 1; segments <= std::min(longest, kMostSegments); ++segments) {
+    const int64_t length = (longest + segments - 1) / segments;
+    if (const double found = cycles(length); found < least) least = found, best = length;
   }
   return int(best);
 }

@@ -19,7 +19,7 @@ class Region:
     route: str
     compute_capability: tuple[int, int]
     tasks: tuple[int, int]
-    tokens: tuple[int, int]  # of a sequence; of packed ones the mean, T / N
+    tokens: tuple[int, int]  # of a sequence; of packed ones, where no cost is known, the mean, T / N
     provenance: str
     measured: bool = True  # here, by bench/regions.py; else as published by others
 
@@ -49,14 +49,16 @@ MEASURED: tuple[Region, ...] = (
     Region("c4_m64_d10", (9, 0), (22, 30), (512, 524288), _MEASURED),
     Region("baseline_m64", (9, 0), (31, 43), (1, 127), _MEASURED),
     Region("segmented", (9, 0), (31, 43), (128, 524288), _MEASURED),
-    Region("baseline_m64", (9, 0), (44, 65), (128, 16383), _MEASURED),
+    Region("baseline_m64", (9, 0), (44, 65), (1, 16383), _MEASURED),
     Region("segmented", (9, 0), (44, 65), (16384, 262144), _MEASURED),
-    Region("baseline_m64", (9, 0), (66, 66), (128, 131072), _MEASURED),
-    Region("baseline_m64", (9, 0), (133, 197), (1024, 65536), _MEASURED),
+    Region("baseline_m64", (9, 0), (66, 66), (1, 131072), _MEASURED),
+    Region("segmented", (9, 0), (67, 95), (4096, 131072), _MEASURED),
+    Region("baseline_m64", (9, 0), (133, 197), (512, 65536), _MEASURED),
     Region("baseline_m64", (9, 0), (198, 263), (4096, 65536), _MEASURED),
 )
 
-# The predicted times: only shown, nothing is decided by them. Compute capability and SMs of the GPU measured.
+# The predicted times: packed calls are decided by them, and of all calls they are shown. Compute capability
+# and SMs of the GPU measured.
 MEASURED_ON = ((9, 0), 132)
 COSTS: tuple[Cost, ...] = (
     Cost("baseline_m128", 132, (2.75, 0.0, 0.771, 0.0334, 0.0285, 0.000199, 6.4, 2.62)),

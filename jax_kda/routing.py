@@ -2,7 +2,8 @@
 
 `choose` runs while the call is lowered, on the shapes one device sees: vmap has folded and shardings have
 split by then. What a route *can* serve is code here (`_ROUTES`); where it is the *fastest* is measured data
-(`regions`).
+(`regions`). Of packed calls no lengths are known, so they get the route that a model of the measured times
+(`costs`) says loses the least, whether the lengths are even or not.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from . import costs, segments
 from .contract import Problem
-from .regions import REGIONS, Region
+from .regions import COSTS, REGIONS, Cost, Region
 
 __all__ = ["CPU", "H200", "Build", "Decision", "Device", "Route", "choose", "decode_refuses", "route_name"]
 
@@ -85,7 +86,8 @@ class Decision:
     device: Device
     segment_chunks: int = 0  # chunks of 32 tokens a segment; 0 where the route has none
     refused: tuple[tuple[Route, str], ...] = ()  # the routes that cannot serve this call, and why
-    # Microseconds, by a model of measured times, of the routes that can; the quickest first. Only shown.
+    # Microseconds, by a model of measured times, of the routes that can; the quickest first. Of packed calls:
+    # for lengths as uneven as random cuts make them.
     predicted_us: tuple[tuple[Route, float], ...] = ()
 
     def __str__(self) -> str:
@@ -131,10 +133,17 @@ def route_name(route: object) -> str:
     )
 
 
-def choose(problem: Problem, device: Device, build: Build, regions: tuple[Region, ...] = REGIONS) -> Decision:
+def choose(
+    problem: Problem,
+    device: Device,
+    build: Build,
+    regions: tuple[Region, ...] = REGIONS,
+    measured: tuple[Cost, ...] = COSTS,
+) -> Decision:
     """The route for `problem` on `device`. ValueError where a forced route cannot run, saying why."""
     refusals = {route: why for route, row in _ROUTES.items() if (why := row.refuses(problem, device, build))}
-    route, reason = _pick(problem, device, regions, refusals)
+    predicted = _predicted(problem, device, measured, refusals)
+    route, reason = _pick(problem, device, regions, predicted, refusals)
     return Decision(
         route=route,
         reason=reason,
@@ -143,17 +152,23 @@ def choose(problem: Problem, device: Device, build: Build, regions: tuple[Region
         device=device,
         segment_chunks=_segment_chunks(problem, device) if route is Route.SEGMENTED else 0,
         refused=tuple(refusals.items()),
-        predicted_us=_predicted(problem, device, refusals),
+        predicted_us=tuple((Route(name), us) for name, us in predicted[-1].items()) if predicted else (),
     )
 
 
 def _predicted(
-    problem: Problem, device: Device, refusals: dict[Route, str]
-) -> tuple[tuple[Route, float], ...]:
-    if not problem.is_static:
-        return ()
-    found = costs.predict_us(*_sizes(problem), device.compute_capability, device.sm_count)
-    return tuple((Route(name), us) for name, us in found.items() if Route(name) not in refusals)
+    problem: Problem, device: Device, measured: tuple[Cost, ...], refusals: dict[Route, str]
+) -> list[dict[str, float]]:
+    """Microseconds by route that can serve the call, for each split of its tokens; empty if none is known."""
+    if not problem.is_static or problem.N < 1:
+        return []
+    several = problem.options.packed and problem.N > 1
+    heads = problem.B * problem.HV
+    lengths = costs.splits(problem.T, problem.N) if several else ((problem.T,),)
+    facts = (device.compute_capability, device.sm_count, measured, several)
+    found = [costs.predict_us(of_split, heads, *facts) for of_split in lengths]
+    found = [{name: us for name, us in us_of.items() if Route(name) not in refusals} for us_of in found]
+    return [us_of for us_of in found if us_of]
 
 
 def _sizes(problem: Problem) -> tuple[int, int]:
@@ -162,7 +177,11 @@ def _sizes(problem: Problem) -> tuple[int, int]:
 
 
 def _pick(
-    problem: Problem, device: Device, regions: tuple[Region, ...], refusals: dict[Route, str]
+    problem: Problem,
+    device: Device,
+    regions: tuple[Region, ...],
+    predicted: list[dict[str, float]],
+    refusals: dict[Route, str],
 ) -> tuple[Route, str]:
     wanted = problem.options.route
     if wanted != "auto":
@@ -178,6 +197,12 @@ def _pick(
         return Route.XLA, refusals[Route.BASELINE_M128]
     if not problem.is_static:
         return Route.BASELINE_M128, "symbolic sizes: no measured region can be decided"
+    if len(predicted) > 1:
+        name, ratio = costs.least_regret(predicted, predicted[0])
+        return Route(name), (
+            "of packed sequences no lengths are known: whether even or as uneven as random cuts make them, "
+            f"it is predicted within {ratio - 1:.0%} of the fastest"
+        )
     for region in regions:
         if Route(region.route) not in refusals and _holds(region, problem, device):
             return Route(region.route), f"{'measured ' * region.measured}fastest here ({region.provenance})"

@@ -24,31 +24,39 @@ _SLOT, _MAP, _STATE = 32768, 128 * 128 * 2 + 128 * 4, 128 * 128 * 4
 
 
 def segment_chunks(B: int, T: int, N: int, HV: int, sm_count: int) -> int:
-    """Chunks of 32 tokens in a segment, for B rows of T tokens with N sequences each on that many SMs."""
-    sequences = max(B * N, 1)
-    chunks = max(-(-T // CHUNK) // max(N, 1), 1)
-    tasks = sequences * HV
+    """Chunks of 32 tokens in a segment, for B rows of T tokens with N sequences each on that many SMs.
 
-    def rounds(ctas: int) -> int:
-        return -(-ctas // sm_count)
+    Of packed sequences only the number is known. The longest is taken to be as long as that of a row cut at
+    random places is on average; a grid has slots for whatever the lengths are, and those with work are about
+    half a slot a sequence fewer.
+    """
+    N = max(N, 1)
+    row = max(-(-T // CHUNK), 1)
+    spread = 1.0 if N == 1 else math.log(N) + 0.5772 + 0.5 / N
+    longest = min(max(int(row / N * spread), 1), row)
+    heads = max(B, 1) * HV
+    all_chunks = heads * row
 
-    def reader(ctas: int, chunk_64: float, chunk_128: float, length: int) -> float:
-        return length * chunk_64 if 2 * ctas <= sm_count else rounds(ctas) * length * chunk_128
+    def reader(slots: int, used: float, chunk_64: float, chunk_128: float, length: int) -> float:
+        steps = min(length, longest)
+        return steps * (chunk_64 if 2 * slots <= sm_count else chunk_128 * math.ceil(used / sm_count))
 
-    best, least = chunks, math.inf
-    for segments in range(1, min(chunks, _MOST_SEGMENTS) + 1):
-        length = -(-chunks // segments)
-        real = -(-chunks // length)
-        outputs = reader(tasks * real, _OUTPUTS_64, _OUTPUTS_128, length)
-        cycles = max(outputs, _OUTPUTS_MEMORY * tasks * chunks)
-        if real > 1:
-            maps = reader(2 * tasks * (real - 1), _MAPS_64, _MAPS_128, length)
-            cycles += _KERNEL + max(maps, _MAPS_MEMORY * tasks * chunks)
-        if real > 2:
-            cycles += _KERNEL + (real - 2) * _FOLD * rounds(tasks * 8)
-        if cycles < least:
-            least, best = cycles, length
-    return best
+    def cycles(length: int) -> float:
+        of_row = -(-row // length)
+        slots = of_row if N == 1 else row // length + N
+        used = float(of_row) if N == 1 else max(row / length + N / 2, N)
+        outputs = reader(heads * slots, heads * used, _OUTPUTS_64, _OUTPUTS_128, length)
+        found = max(outputs, _OUTPUTS_MEMORY * all_chunks)
+        if of_row > 1:
+            mapped = 2 * heads * (slots - 1 if N == 1 else slots)
+            maps = reader(mapped, 2 * heads * (used - N), _MAPS_64, _MAPS_128, length)
+            found += _KERNEL + max(maps, _MAPS_MEMORY * all_chunks)
+        if of_row > 2:
+            found += _KERNEL + max(-(-longest // length) - 2, 0) * _FOLD * math.ceil(heads * N * 8 / sm_count)
+        return found
+
+    lengths = [row, *(-(-longest // segments) for segments in range(1, min(longest, _MOST_SEGMENTS) + 1))]
+    return min(lengths, key=cycles)
 
 
 def workspace_bytes(B: int, T: int, N: int, HV: int, packed: bool, chunks: int) -> int:

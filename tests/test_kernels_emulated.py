@@ -129,6 +129,7 @@ def test_a_planted_mistake_is_seen(program: Path, fault: str, part: str, message
     [
         (1, 0, 1, 1), (1, 1, 1, 1), (1, 2048, 1, 1), (4, 2048, 1, 32),
         (1, 8192, 8, 64), (2, 999, 3, 5), (1, 2**20, 1, 1),
+        (1, 352, 2, 1), (1, 14058, 11, 1), (1, 10**5, 700, 2),
     ],
 )  # fmt: skip
 def test_the_host_counts_as_the_kernels_do(program: Path, B: int, T: int, N: int, HV: int, sms: int) -> None:

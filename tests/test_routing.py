@@ -73,15 +73,41 @@ def test_only_where_asked_for_a_cluster_of_eight():
     assert Route.C8_M128_D35.value not in {row.route for row in regions.REGIONS}
 
 
-def test_packed_calls_are_routed_on_their_mean_length():
+def test_packed_calls_are_routed_on_their_mean_length_where_no_cost_is_known():
     row = region()
     packed = dataclasses.replace(OPTIONS, packed=True)
     longer = dataclasses.replace(PROBLEM, options=packed, N=2, T=8192)
-    assert choose(longer, H200, BUILD, (row,)).route is Route.XLA
+    assert choose(longer, H200, BUILD, (row,), ()).route is Route.XLA
     shorter = dataclasses.replace(PROBLEM, options=packed, N=2, T=8190)
-    assert choose(shorter, H200, BUILD, (row,)).route is Route.BASELINE_M128
+    assert choose(shorter, H200, BUILD, (row,), ()).route is Route.BASELINE_M128
     published = dataclasses.replace(row, measured=False)
-    assert choose(longer, H200, BUILD, (published,)).route is Route.BASELINE_M128
+    assert choose(longer, H200, BUILD, (published,), ()).route is Route.BASELINE_M128
+
+
+def test_packed_calls_get_the_route_that_loses_least():
+    # A chunk of the longest sequence costs 10 on one route, and a chunk of all of them 1 on the other.
+    ordered = regions.Cost("baseline_m128", 132, (0, 0, 0, 0, 0, 0, 0, 10.0))
+    spread = regions.Cost("baseline_m64", 132, (0, 0, 0, 0, 0, 1.0, 0, 0))
+    packed = dataclasses.replace(OPTIONS, packed=True)
+
+    def decide(N, HV, route="auto"):
+        options = dataclasses.replace(packed, route=route)
+        asked = dataclasses.replace(PROBLEM, options=options, T=32 * 60 * N, N=N, H=HV, HV=HV)
+        return choose(asked, H200, BUILD, (), (ordered, spread))
+
+    # Of two sequences the longest has 60 chunks, or 90; all have 120 a head.
+    assert decide(2, 4).route is Route.BASELINE_M64  # 480 to 600 and 900
+    assert decide(2, 7).route is Route.BASELINE_M128  # 840 to 600 and 900
+    decision = decide(2, 6)  # 720 to 600 and 900: 1.2 times the best to 1.25 times
+    assert decision.route is Route.BASELINE_M64
+    assert "predicted within 20% of the fastest" in decision.reason
+    # What is shown is for uneven lengths.
+    assert decision.predicted_us == ((Route.BASELINE_M64, 720.0), (Route.BASELINE_M128, 900.0))
+    assert decide(2, 4, "baseline_m128").reason == "asked for by route="
+    # One packed sequence is as one that has the row.
+    assert "no other route was measured faster" in decide(1, 4).reason
+    b200 = choose(dataclasses.replace(PROBLEM, options=packed, N=2), B200, BUILD, (), (ordered, spread))
+    assert "no other route was measured faster" in b200.reason
 
 
 @pytest.mark.parametrize(

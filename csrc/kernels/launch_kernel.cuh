@@ -1,4 +1,4 @@
-// Launching kernels: their shared memory, and kernels in a row that may start early.
+// What a kernel needs before it is launched: its shared memory, and whether its clusters find room.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -64,27 +64,6 @@ cudaError_t launch_resident(int64_t blocks, int threads, int shared_bytes, cudaS
   config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(unsigned(threads));
   config.dynamicSmemBytes = size_t(shared_bytes), config.stream = stream;
   config.attrs = &cooperative, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kKernel, arguments...);
-#endif
-}
-
-// The next kernel of a row: where the one before calls allow_next_kernel, this one's CTAs move in as that one's leave, and are set up by the time that
-// its results are complete (wait_for_previous_kernels). The first of a row is launched as usual: it waits for all that the stream holds.
-template <auto kKernel, class... Arguments>
-cudaError_t launch_kernel(bool first, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
-  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  if (cudaError_t e = allow_shared_memory<kKernel>(shared_bytes); e != cudaSuccess) return e;
-#if defined(JAX_KDA_EMULATE)
-  emulation::launch(kKernel, uint32_t(blocks), threads, uint32_t(shared_bytes), stream, arguments...);
-  return cudaSuccess;
-#else
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(unsigned(threads));
-  config.dynamicSmemBytes = size_t(shared_bytes), config.stream = stream;
-  config.attrs = &early, config.numAttrs = first ? 0 : 1;
   return cudaLaunchKernelEx(&config, kKernel, arguments...);
 #endif
 }

@@ -138,7 +138,7 @@ template <class Done> KDA_DEVICE void wait_room(const uint32_t* flag, Done done)
   trap();
 }
 
-// ---- kernels in a row on one stream, launched so that the next may start early (launch_kernel.cuh). allow_next_kernel: it may take the room that this
+// ---- kernels in a row on one stream, launched so that the next may start early (kernel_row.cuh). allow_next_kernel: it may take the room that this
 // one leaves, as soon as all CTAs have come here. wait_for_previous_kernels: everything that earlier kernels wrote is visible, to the copy engine too.
 // Every thread of every CTA calls it before it leaves: only then does the end of this kernel imply the end of those before.
 KDA_DEVICE void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
