@@ -52,13 +52,15 @@ _STYLES = {
     "baseline_m128": ("#0072B2", "o", "baseline_m128"),
     "c4_m128_d15": ("#D55E00", "^", "c4_m128_d15"),
     "c4_m64_d10": ("#E69F00", "v", "c4_m64_d10"),
+    "pool_m128": ("#8C564B", "p", "pool_m128"),
+    "pool_m64": ("#4B0082", "h", "pool_m64"),
     "segmented": ("#009E73", "s", "segmented"),
     "decode": ("#56B4E9", "D", "decode"),
     "fla": ("#CC79A7", "P", "flash-linear-attention"),
     "cudnn_fused": ("#000000", "<", "cuDNN fused"),
     "cudnn_exact": ("#8C6D00", ">", "cuDNN exact (prepared inputs)"),
 }
-_OTHERS = [("#56B4E9", "p"), ("#8C564B", "h"), ("#4B0082", "d"), ("#2F4F4F", "*")]
+_OTHERS = [("#56B4E9", "d"), ("#2F4F4F", "*")]
 _GATES = dict(zip(regimes.REGIMES, "o^vsDPX*", strict=True))
 _FLOOR = {"color": "0.45", "marker": "|", "markersize": 9, "markeredgewidth": 1.6, "linestyle": "none"}
 

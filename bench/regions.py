@@ -1,7 +1,7 @@
 """Derives jax_kda/regions.py from measured rows: which route is the fastest where.
 
     python -m bench.prefill --set regions --gates slow --no-walls --out bench/results/h200-regions.json \\
-        --routes baseline_m128,baseline_m64,c4_m128_d15,c4_m64_d10,segmented
+        --routes baseline_m128,baseline_m64,c4_m128_d15,c4_m64_d10,pool_m128,pool_m64,segmented
     python -m bench.regions            # writes the table
     python -m bench.regions --check    # exit status 1 where it is not the one that the rows give
 

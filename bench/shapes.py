@@ -73,8 +73,8 @@ def _equal(T: int, H: int, N: int) -> Shape:
 
 
 # The grid on which every route is measured against every other (bench/regions.py). Heads at both sides of
-# what an H200 holds at once: 30 clusters of four, 66 pairs, 132 CTAs.
-REGION_HEADS = (1, 2, 4, 8, 12, 16, 22, 30, 31, 44, 66, 67, 96, 132, 133, 198, 264)
+# what an H200 holds at once: 30 clusters of four, 66 pairs, 132 CTAs; of the pooled routes 64 and 112 tasks.
+REGION_HEADS = (1, 2, 4, 8, 12, 16, 22, 30, 31, 36, 40, 44, 66, 67, 80, 96, 112, 113, 132, 133, 198, 264)
 REGION_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 REGION_LIMIT = 1 << 20  # tokens times heads
 

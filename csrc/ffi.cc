@@ -54,7 +54,8 @@ constexpr struct {
   Route route;
 } kRoutes[] = {
     {"baseline_m128", Route::kBaselineM128}, {"baseline_m64", Route::kBaselineM64},   {"c4_m128_d15", Route::kC4M128D15},
-    {"c4_m64_d10", Route::kC4M64D10},        {"c8_m128_d35", Route::kC8M128D35},   {"segmented", Route::kSegmented},
+    {"c4_m64_d10", Route::kC4M64D10},        {"c8_m128_d35", Route::kC8M128D35},   {"pool_m128", Route::kPoolM128},
+    {"pool_m64", Route::kPoolM64},           {"segmented", Route::kSegmented},
 };
 
 template <typename Values>

@@ -27,6 +27,8 @@ class Route(enum.StrEnum):
     BASELINE_M64 = "baseline_m64"  # a pair of CTAs, 64 state rows each, which prepare chunks for each other
     C4_M128_D15 = "c4_m128_d15"  # a cluster of four: one owner of the state, three helpers, 15 slots
     C4_M64_D10 = "c4_m64_d10"  # a cluster of four: two owners of 64 rows, two helpers, 10 slots
+    POOL_M128 = "pool_m128"  # an owner a task, which prepares chunks, too; all other SMs help all of them
+    POOL_M64 = "pool_m64"  # two owners of 64 rows a task; all other SMs help all of them
     SEGMENTED = "segmented"  # sequences cut into segments, exactly; four kernels, each on all SMs
     C8_M128_D35 = "c8_m128_d35"  # a cluster of eight: one owner, seven helpers; only where it is asked for
 
@@ -264,6 +266,32 @@ def _cluster_refuses(problem: Problem, device: Device, build: Build) -> str:
     return why
 
 
+# Of csrc/pool.cu: the tasks whose gate constants a helper has room for, and the tokens that its chunk numbers reach.
+_MOST_POOLED = {Route.POOL_M128: 112, Route.POOL_M64: 64}
+_POOL_OWNERS = {Route.POOL_M128: 1, Route.POOL_M64: 2}
+_MOST_POOLED_TOKENS = 2**25
+
+
+def _pool_refuses(route: Route) -> Callable[[Problem, Device, Build], str]:
+    """Why a pooled route cannot serve this call; "" where it can."""
+
+    def refuses(problem: Problem, device: Device, build: Build) -> str:
+        if why := _static_refuses(problem, device, build):
+            return why
+        tasks, sms = problem.B * problem.N * problem.HV, device.sm_count or H200.sm_count or 1
+        most = min(_MOST_POOLED[route], (sms - 1) // _POOL_OWNERS[route])
+        if tasks > most:
+            return (
+                f"its owners leave SMs to help them for at most {most} pairs of a sequence and a value head on "
+                f"{sms} SMs, and this call has {tasks} (B * N * HV = {problem.B} * {problem.N} * {problem.HV})"
+            )
+        if problem.T > _MOST_POOLED_TOKENS:
+            return f"it takes at most {_MOST_POOLED_TOKENS} tokens a row, and this call has {problem.T}"
+        return ""
+
+    return refuses
+
+
 def _nothing(*_: object) -> str:
     return ""
 
@@ -280,6 +308,15 @@ def _ring(slots: int) -> Callable[[Problem, Device], int]:
 
     def bytes_of(problem: Problem, _: Device) -> int:
         return (problem.B * problem.N * problem.HV * slots + 1) * _SLOT_BYTES
+
+    return bytes_of
+
+
+def _pool(slots: int) -> Callable[[Problem, Device], int]:
+    """The workspace of a pooled route: a ring of slots a task, a flag of 32 bytes a slot, room to align them."""
+
+    def bytes_of(problem: Problem, _: Device) -> int:
+        return problem.B * problem.N * problem.HV * slots * (_SLOT_BYTES + 32) + _SLOT_BYTES
 
     return bytes_of
 
@@ -305,6 +342,8 @@ _ROUTES = {
     Route.BASELINE_M64: _Row(_m128_refuses, _no_workspace),
     Route.C4_M128_D15: _Row(_cluster_refuses, _ring(15)),
     Route.C4_M64_D10: _Row(_cluster_refuses, _ring(10)),
+    Route.POOL_M128: _Row(_pool_refuses(Route.POOL_M128), _pool(8)),
+    Route.POOL_M64: _Row(_pool_refuses(Route.POOL_M64), _pool(16)),
     Route.SEGMENTED: _Row(_static_refuses, _segmented_workspace),
     Route.C8_M128_D35: _Row(_cluster_refuses, _ring(35)),
 }

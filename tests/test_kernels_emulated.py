@@ -100,6 +100,7 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "tails",
         "calls",
         "cluster",
+        "pool",
         "same-bits",
         "fallback",
         "prefix-bounded",
@@ -143,7 +144,9 @@ def test_the_host_counts_as_the_kernels_do(program: Path, B: int, T: int, N: int
         dtypes = ("bfloat16", "bfloat16", "float32", "float32")
         problem = contract.Problem(options, B, T, HV, HV, 128, 128, N, *dtypes)
         for name, needed in zip(
-            ("segmented", "c4_m128_d15", "c4_m64_d10", "c8_m128_d35"), workspaces, strict=True
+            ("segmented", "c4_m128_d15", "c4_m64_d10", "c8_m128_d35", "pool_m128", "pool_m64"),
+            workspaces,
+            strict=True,
         ):
             assert routing._ROUTES[routing.Route(name)].workspace_bytes(problem, device) == needed, name
 

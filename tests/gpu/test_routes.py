@@ -36,6 +36,8 @@ KERNELS = {
     Route.C4_M128_D15: r"Roles<(\(int\))?1, (\(int\))?3>|RolesILi1ELi3E",
     Route.C4_M64_D10: r"Roles<(\(int\))?2, (\(int\))?2>|RolesILi2ELi2E",
     Route.C8_M128_D35: r"Roles<(\(int\))?1, (\(int\))?7>|RolesILi1ELi7E",
+    Route.POOL_M128: r"pool_kernel<.*Engine, (\(int\))?1,|pool_kernel.*EngineELi1E",
+    Route.POOL_M64: r"pool_kernel<.*Engine, (\(int\))?2,|pool_kernel.*EngineELi2E",
     Route.SEGMENTED: r"outputs_kernel",
 }
 

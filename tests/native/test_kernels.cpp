@@ -2,7 +2,8 @@
 //
 //   test_kernels PART... [--seed N] [--fault NAME]     exit status 1, and a line that says what, where something is wrong
 //   test_kernels --faults                              the mistakes that can be planted
-//   test_kernels --sizes B T N HV SMS PACKED           chunks of a segment, and workspaces: segmented, c4_m128_d15, c4_m64_d10, c8_m128_d35
+//   test_kernels --sizes B T N HV SMS PACKED           chunks of a segment, and workspaces: segmented, c4_m128_d15, c4_m64_d10, c8_m128_d35,
+//                                                      pool_m128, pool_m64
 //
 //   inverse      invert alone
 //   recurrence   K2 alone, both engines, fed with packets made here
@@ -371,8 +372,8 @@ int run(int argc, char** argv) {
       const int32_t any = 0;
       a.offsets = std::stoi(argv[i + 6]) ? &any : nullptr;
       a.segment_chunks = segment_chunks(a.B, a.T, a.N, a.HV, std::stoi(argv[i + 5]));
-      std::printf("%d %lld %lld %lld %lld\n", a.segment_chunks, (long long)segmented_workspace_bytes(a), (long long)c4_m128_d15_workspace(a),
-                  (long long)c4_m64_d10_workspace(a), (long long)c8_m128_d35_workspace(a));
+      std::printf("%d %lld %lld %lld %lld %lld %lld\n", a.segment_chunks, (long long)segmented_workspace_bytes(a), (long long)c4_m128_d15_workspace(a),
+                  (long long)c4_m64_d10_workspace(a), (long long)c8_m128_d35_workspace(a), (long long)pool_m128_workspace(a), (long long)pool_m64_workspace(a));
       return 0;
     }
     const bool has_value = i + 1 < argc;
