@@ -1,19 +1,19 @@
 // Decode: 1 to 8 tokens, one CTA per (sequence, value head, slice of value channels). Value channels never interact, so slices are exact.
 //
-//   thread    kColumns elements of the state in registers, kKeys x kValues: read once before the first token, written once after the last, 16 bytes an
-//             access along the contiguous axis. The other axis is the threads': whole 128-byte lines where states are [K, V] in f32, rows of all
+//   thread    kColumns elements of the state in registers, kKeys x kValues: read once before the first token, written once after the last, 16 bytes
+//             an access along the contiguous axis. The other axis is the threads': whole 128-byte lines where states are [K, V] in f32, rows of all
 //             128 keys where they are [V, K].
-//   before    every load is under way before anything waits for one. While the state is, thread i turns g of key channel i into decays, and warps turn
-//             rows of q and k into normed and scaled ones, to shared memory
+//   before    every load is under way before anything waits for one. While the state's are, thread i turns g of key channel i into decays, and
+//             warps turn rows of q and k into normed and scaled ones, in shared memory
 //   a token   S <- decay S;  p = S^T k, over the thread's keys, its warp's lanes (halving: each exchange also halves what a lane holds), and the
 //             warps (through shared memory);  u = beta (v - p);  S <- S + k u^T;  and its share of S^T q goes to shared memory
 //   after     the shares are added up and written: tokens wait for one another once each, not twice
 //
-// States [V, K] have all keys of a value channel in one warp: there warps never wait for each other inside the loop. One token of a state [K, V]: every
-// warp prepares all it needs, and the warps wait for each other only where their shares of p meet.
+// States [V, K] have all keys of a value channel in one warp: there warps never wait for each other inside the loop. One token of a state [K, V]:
+// every warp prepares all that it needs, and the warps meet only where their shares of p do.
 //
-// A step of few states takes as long as one thread: its loads, then a chain of dependent instructions, about 5 cycles each. So loads have no branch and
-// no second one of the same register before them (it would wait for the first), divisions are multiplications, and functions are short and straight.
+// A step of few states takes as long as one thread: its loads, then a chain of dependent instructions, some 5 cycles each. So no load waits for a
+// branch, a division or another load (two to one register do, even where only one is done), and what follows is short and straight.
 #include "kernels/mma.cuh"
 #include "kernels/pipeline.cuh"
 #include "launch.h"
@@ -122,13 +122,13 @@ KDA_DEVICE void normalise(float4& x, float4& y, float factor_x, bool l2norm, int
   x = times(x, factor_x), y = times(y, factor_y);
 }
 
-// exp(x) for x <= 0, to float32's rounding: over thousands of tokens a biased last bit would add up.
+// exp(x) to float32's rounding: over thousands of tokens a biased last bit would add up.
 KDA_DEVICE float exp_rounded(float x) {
-  x = max_keep_nan(x, -104.f);  // exp of it is 0
+  x = -max_keep_nan(-max_keep_nan(x, -104.f), -104.f);  // exp of 104 is infinity, of -104 zero
   const float n = rintf(x * 1.44269504f);
-  const float f = fma(n, -1.42860677e-6f, fma(n, -0.693145752f, x));  // x - n ln 2
-  float p = 1.98412698e-4f;                                           // Taylor; the next term is 2^-27 of the whole at most
-  p = fma(p, f, 1.38888889e-3f), p = fma(p, f, 8.33333333e-3f), p = fma(p, f, 4.16666667e-2f), p = fma(p, f, 1.66666667e-1f), p = fma(p, f, 0.5f);
+  const float f = fma(n, -1.42860682e-6f, fma(n, -0.693145752f, x));  // x - n ln 2
+  float p = 1.99534072e-4f;                                           // least squares for |f| < 0.3466: 2^-32 of the whole
+  p = fma(p, f, 1.39357592e-3f), p = fma(p, f, 8.33319779e-3f), p = fma(p, f, 4.16664556e-2f), p = fma(p, f, 1.66666667e-1f), p = fma(p, f, 0.5f);
   p = fma(p * f, f, f) + 1.f;
   const int e = int(n), half = e >> 1;  // 2^e itself may be no normal number
   return p * from_bits(uint32_t(half + 127) << 23) * from_bits(uint32_t(e - half + 127) << 23);
@@ -240,7 +240,8 @@ __global__ void __launch_bounds__(kThreads, 640 / kThreads) decode_kernel(const 
   const int key_group = kVFirst ? thread % L::kKeyGroups : thread / L::kValueGroups;
   const int value_group = kVFirst ? thread / L::kKeyGroups : thread % L::kValueGroups;
   const int key = key_group * L::kKeys, value = value_group * L::kValues;  // the thread's first
-  T* state = static_cast<T*>(a.state) + (place * heads + head) * (kDim * kDim) + (kVFirst ? (column + value) * kDim + key : key * kDim + column + value);
+  const int corner = kVFirst ? (column + value) * kDim + key : key * kDim + column + value;
+  T* state = static_cast<T*>(a.state) + (place * heads + head) * (kDim * kDim) + corner;
   uint4 raw[L::kAccesses];
 #pragma unroll
   for (int i = 0; i < L::kAccesses; ++i) raw[i] = *reinterpret_cast<const uint4*>(state + i * kDim);
