@@ -20,7 +20,6 @@
 
 #include <cuda_bf16.h>
 
-#include <bit>
 #include <cmath>
 #include <type_traits>
 
@@ -52,8 +51,11 @@ template <bool kVFirst, class T, int kColumns, int kTokens> struct Decode {
 
 // n / d for n < 2^31, as a multiplication.
 struct Divisor {
-  uint32_t multiplier, shift;
-  explicit Divisor(uint32_t d) : shift(31 + uint32_t(std::bit_width(d - 1))) { multiplier = uint32_t((uint64_t(1) << shift) / d + 1); }
+  uint32_t multiplier, shift = 31;
+  explicit Divisor(uint32_t d) {
+    while (uint64_t(d) << 31 > uint64_t(1) << shift) ++shift;
+    multiplier = uint32_t((uint64_t(1) << shift) / d + 1);
+  }
 };
 KDA_DEVICE uint32_t divide(uint32_t n, Divisor d) { return uint32_t((uint64_t(n) * d.multiplier) >> d.shift); }
 
