@@ -123,7 +123,30 @@ class DecodeCall {
   }
 };
 
+void test_decode_arithmetic() {
+  for (int i = 0; i < 20000; ++i) {
+    const uint32_t n = uint32_t(generator()) >> 1, d = i < 300 ? uint32_t(i + 1) : uint32_t(generator()) >> (generator() % 32) | 1;
+    check(divide(n, Divisor(d)) == n / d, "decode: " + std::to_string(n) + " / " + std::to_string(d));
+    const uint32_t edge = n / d * d;  // where a quotient begins, and the one before it ends
+    check(divide(edge, Divisor(d)) == edge / d, "decode: " + std::to_string(edge) + " / " + std::to_string(d));
+    if (edge) check(divide(edge - 1, Divisor(d)) == (edge - 1) / d, "decode: " + std::to_string(edge - 1) + " / " + std::to_string(d));
+  }
+  double bias = 0.;
+  constexpr int kTries = 20000;
+  for (int i = 0; i < kTries; ++i) {  // the decays of slow gates, which multiply up over thousands of tokens, and any
+    const bool slow = i % 2;
+    const float x = float(slow ? -log_uniform(1e-6, 0.05) : uniform(-87., 88.));
+    const double want = std::exp(double(x)), off = (double(exp_rounded(x)) - want) / std::ldexp(1., std::ilogb(want) - 23);
+    check(std::fabs(off) <= (slow ? 0.55 : 1.1), "decode: exp of " + std::to_string(x) + ": " + std::to_string(off) + " units of the last place");
+    bias += slow ? off / (kTries / 2) : 0.;
+  }
+  check(std::fabs(bias) < 0.015, "decode: decays near 1 are biased by " + std::to_string(bias) + " units of the last place");
+  for (const float x : {0.f, -200.f, -INFINITY, 200.f, INFINITY}) check(exp_rounded(x) == std::exp(x), "decode: exp of " + std::to_string(x));
+  check(std::isnan(exp_rounded(NAN)), "decode: exp of NaN");
+}
+
 void test_decode() {
+  test_decode_arithmetic();
   for (const bool v_first : {false, true})
     for (const bool f32 : {true, false})
       for (const int columns : {16, 32}) {
