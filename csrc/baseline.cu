@@ -120,7 +120,7 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(Baseline<kRanks
     if constexpr (L::kProducerRegisters < L::kShare) give_registers<L::kProducerRegisters>();
     const int producer = warp - L::kConsumerWarps, group = producer / L::Prepare::kWarps, member = producer % L::Prepare::kWarps;
     const PrepareContext context = {a.gate, base + L::kGate, a.scale, a.l2norm, base + L::kBias, base + L::kMemory + group * L::Prepare::kBytes,
-                                    1 + group, 1 + L::kGroups + group, member, lane};
+                                    1 + group, 1 + L::kGroups + group, 1 + 2 * L::kGroups + group, member, lane};
     const Producer role = {base + L::kRows, base + L::kRaw + 8 * group};
     auto send = [&](int chunk, uint32_t from, uint32_t to) {  // bytes of a packet, to the peer
       if (kRanks == 1 || lane != 0) return;

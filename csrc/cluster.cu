@@ -122,7 +122,7 @@ __global__ void __cluster_dims__(R::kRanks, 1, 1) __launch_bounds__(Cluster<R, k
   if (rank >= L::kOwners) {
     const int group = warp / L::Prepare::kWarps, helper = rank - L::kOwners;
     const PrepareContext context = {a.gate, base + L::kGate, a.scale, a.l2norm, base + L::kBias, base + group * L::Prepare::kBytes,
-                                    1 + group, 1 + kInstances + group, warp % L::Prepare::kWarps, lane};
+                                    1 + group, 1 + kInstances + group, 1 + 2 * kInstances + group, warp % L::Prepare::kWarps, lane};
     const Producer role = {base + L::kRows, base + L::kRaw + 8 * group};
     // The group's slot. Formed anew each time, in uniform registers: K1 is short of others.
     auto slot = [&] { return uint32_t(group * L::kHelpers + helper); };

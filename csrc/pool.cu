@@ -124,7 +124,7 @@ template <class L> KDA_DEVICE void prepare_own(const PoolArgs& x, const TensorMa
   constexpr int kWarps = L::Prepare::kWarps, kStages = L::kStages;
   const int producer = warp - L::kConsumerWarps, group = producer / kWarps;
   const PrepareContext context = {a.gate, base + L::kGate, a.scale, a.l2norm, base + L::kBias, base + L::kMemory + group * L::OwnPrepare::kBytes,
-                                  1 + group, 1 + L::kGroups + group, producer % kWarps, lane};
+                                  1 + group, 1 + L::kGroups + group, 1 + 2 * L::kGroups + group, producer % kWarps, lane};
   auto own_chunk = [&](int turn) { return x.shares.own(turn * L::kGroups + group); };
   auto await_stage = [&](int chunk) {
     const int before = chunk - kStages;
@@ -170,7 +170,7 @@ template <class L> KDA_DEVICE void help(const PoolArgs& x, const TensorMaps& map
   const PrefillArgs& a = x.a;
   const int group = warp / Prepare::kWarps, member = warp % Prepare::kWarps;
   const uint32_t memory = base + group * Prepare::kBytes, raw = base + L::kRaw + 8 * group, places = base + L::kPlaces + group * L::kPlaceBytes;
-  PrepareContext context = {a.gate, 0, a.scale, a.l2norm, 0, memory, 1 + group, 1 + L::kInstances + group, member, lane};
+  PrepareContext context = {a.gate, 0, a.scale, a.l2norm, 0, memory, 1 + group, 1 + L::kInstances + group, 1 + 2 * L::kInstances + group, member, lane};
 
   // What the group works on in a turn: the task's rows as put_rows leaves them (no tokens: nothing more to do), and behind them the place in the list,
   // helped chunk `number` of task `task`. Of four turns, so that who is late and who is early have their own.

@@ -38,7 +38,7 @@ template <bool kBounded, bool kGatesF32> struct PacketsLayout {
   static constexpr uint32_t kBias = 0, kGate = kBias + kHeadDim * 4, kRaw = kGate + 8;
   static constexpr uint32_t bytes(int groups) { return groups * (Prepare::kBytes + 8) + kRaw; }
   static_assert(bytes(kGroups) <= 232448, "more shared memory than a CTA can have");
-  static_assert(2 * kGroups <= 15, "more groups than named barriers");
+  static_assert(3 * kGroups <= 15, "more groups than named barriers");
 };
 
 struct PlannedChunk {
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, 
   __syncthreads();
 
   const PrepareContext context = {a.gate, common + L::kGate, a.scale, a.l2norm, common + L::kBias,
-                                  memory, 1 + group, 1 + L::kGroups + group, member, lane};
+                                  memory, 1 + group, 1 + L::kGroups + group, 1 + 2 * L::kGroups + group, member, lane};
   char* const packets = x.packets + task * int64_t(x.chunk_slots) * kSlotBytes;
   int brought = 0;  // by the copy engine
 #pragma unroll 1

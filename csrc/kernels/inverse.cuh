@@ -1,4 +1,5 @@
-// (I + L)^-1 of one 32 x 32 chunk by one warp, given N = -L (strictly lower), without leaving the registers.
+// (I + L)^-1 of one 32 x 32 chunk, given N = -L (strictly lower), in registers: each 16 x 16 block of the diagonal by a warp of its own, then the
+// block below them by both, one after the other.
 //
 // Neumann products of powers of L are useless here: for near-equal keys the powers reach thousands and must cancel. The hierarchical form
 // only ever multiplies inverses of sub-blocks, whose entries stay of order one:
@@ -29,101 +30,96 @@ KDA_DEVICE void multiply(float (&d)[4], TileOperand upper, TileOperand lower, Ti
   mma_tf32(d, upper.u[0], upper.u[1], lower.u[0], lower.u[1], right.u[0], right.u[1]);
 }
 
-// n(row tile, column tile) gives a tile of N when it is needed; out(block row, block column, tiles 00, 01, 10, 11) takes a finished 16 x 16 block
-// of the inverse. So that few tiles are alive at a time.
-template <class N, class Out> KDA_DEVICE void invert(int lane, N n, Out out) {
+// The inverse of one 16 x 16 block of the diagonal, as operands: both 8 x 8 inverses and their transposes, the tile below, and what it is made of,
+// (N10 X0)^T.
+struct HalfInverse {
+  TileOperand x[2], y[2], x10, below;
+};
+
+// n(row tile, column tile) gives a tile of the block of N, 0 or 1 each, when it is needed; out(tiles 00, 10, 11) takes the inverse.
+template <class N, class Out> KDA_DEVICE HalfInverse invert_half(int lane, N n, Out out) {
   const int g = lane >> 2, t = lane & 3;
   const TileOperand zero = {{0u, 0u}};
-  float x[2][4], y[2][4];  // of each 16-block: both diagonal 8 x 8 inverses ([0..1], [2..3]), and their transposes
-  TileOperand xo[2][2], yo[2][2];
+  float x[4], y[4];  // both diagonal 8 x 8 inverses, and their transposes
+  HalfInverse half;
 
   // Blocks of two: exactly I + N.
   const bool on_diagonal = t == (g >> 1), odd = g & 1;
 #pragma unroll
-  for (int b = 0; b < 2; ++b)
+  for (int h = 0; h < 2; ++h) {
+    const float below = n(h, h).v[0], below_next = shuffle(below, (lane + 4) & 31);
+    x[2 * h] = on_diagonal ? (odd ? below : 1.f) : 0.f;
+    x[2 * h + 1] = on_diagonal && odd ? 1.f : 0.f;
+    y[2 * h] = on_diagonal && !odd ? 1.f : 0.f;
+    y[2 * h + 1] = on_diagonal ? (odd ? 1.f : below_next) : 0.f;
+  }
+  auto round_operands = [&] {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float below = n(2 * b + h, 2 * b + h).v[0], below_next = shuffle(below, (lane + 4) & 31);
-      x[b][2 * h] = on_diagonal ? (odd ? below : 1.f) : 0.f;
-      x[b][2 * h + 1] = on_diagonal && odd ? 1.f : 0.f;
-      y[b][2 * h] = on_diagonal && !odd ? 1.f : 0.f;
-      y[b][2 * h + 1] = on_diagonal ? (odd ? 1.f : below_next) : 0.f;
-    }
-  auto round_operands = [&](int b) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      xo[b][h] = operand(x[b][2 * h], x[b][2 * h + 1]);
-      yo[b][h] = operand(y[b][2 * h], y[b][2 * h + 1]);
-    }
+    for (int h = 0; h < 2; ++h) half.x[h] = operand(x[2 * h], x[2 * h + 1]), half.y[h] = operand(y[2 * h], y[2 * h + 1]);
   };
-#pragma unroll
-  for (int b = 0; b < 2; ++b) round_operands(b);
+  round_operands();
 
   // 2 -> 4 and 4 -> 8: X <- X + X N' X, N' the part of N between the halves of each merged block.
 #pragma unroll
   for (int merge = 0; merge < 2; ++merge) {
     const bool between = merge == 0 ? ((g >> 2) == (t >> 1) && (g & 2) && !(t & 1)) : (g >= 4 && t < 2);
+    TileOperand part[2];
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      TileOperand part[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const TileOperand whole = operand(n(2 * b + h, 2 * b + h));
-        part[h] = {{between ? whole.u[0] : 0u, between ? whole.u[1] : 0u}};
-      }
-      float w[4] = {0.f, 0.f, 0.f, 0.f};  // (N' X)^T of both tiles
-      multiply(w, yo[b][0], zero, part[0]);
-      multiply(w, zero, yo[b][1], part[1]);
-      const TileOperand w0 = operand(w[0], w[1]), w1 = operand(w[2], w[3]);
-      multiply(x[b], xo[b][0], zero, w0);
-      multiply(x[b], zero, xo[b][1], w1);
-      multiply(y[b], w0, zero, xo[b][0]);
-      multiply(y[b], zero, w1, xo[b][1]);
-      round_operands(b);
+    for (int h = 0; h < 2; ++h) {
+      const TileOperand whole = operand(n(h, h));
+      part[h] = {{between ? whole.u[0] : 0u, between ? whole.u[1] : 0u}};
     }
+    float w[4] = {0.f, 0.f, 0.f, 0.f};  // (N' X)^T of both tiles
+    multiply(w, half.y[0], zero, part[0]);
+    multiply(w, zero, half.y[1], part[1]);
+    const TileOperand w0 = operand(w[0], w[1]), w1 = operand(w[2], w[3]);
+    multiply(x, half.x[0], zero, w0);
+    multiply(y, w0, zero, half.x[0]);
+    multiply(x, zero, half.x[1], w1);
+    multiply(y, zero, w1, half.x[1]);
+    round_operands();
   }
 
-  // 8 -> 16: X10 = X11 N10 X00, both blocks in one product.
-  TileOperand w[2];
-  {
-    float d[4] = {0.f, 0.f, 0.f, 0.f};
-    multiply(d, yo[0][0], zero, operand(n(1, 0)));
-    multiply(d, zero, yo[1][0], operand(n(3, 2)));
-    w[0] = operand(d[0], d[1]);
-    w[1] = operand(d[2], d[3]);
-  }
+  // 8 -> 16: X10 = X11 N10 X00
+  float d[4] = {0.f, 0.f, 0.f, 0.f};
+  multiply(d, half.y[0], zero, operand(n(1, 0)));
+  half.below = operand(d[0], d[1]);
   float x10[4] = {0.f, 0.f, 0.f, 0.f};
-  multiply(x10, xo[0][1], zero, w[0]);
-  multiply(x10, zero, xo[1][1], w[1]);
-  const Tile none = {{0.f, 0.f}};
-#pragma unroll
-  for (int b = 0; b < 2; ++b) out(b, b, Tile{{x[b][0], x[b][1]}}, none, Tile{{x10[2 * b], x10[2 * b + 1]}}, Tile{{x[b][2], x[b][3]}});
-  out(0, 1, none, none, none, none);
+  multiply(x10, half.x[1], zero, half.below);
+  half.x10 = operand(x10[0], x10[1]);
+  out(Tile{{x[0], x[1]}}, Tile{{x10[0], x10[1]}}, Tile{{x[2], x[3]}});
+  return half;
+}
 
-  // 16 -> 32: X10 = X1 N10 X0, through (N10 X0)^T = X0^T N10^T.
-  float x0_transposed[4] = {0.f, 0.f, 0.f, 0.f};  // upper rows: the transpose of block 0's tile 10
-  multiply(x0_transposed, w[0], zero, xo[0][1]);
-  const TileOperand x0t10 = operand(x0_transposed[0], x0_transposed[1]);
-  TileOperand nx[2][2];  // [row tile of N10][column tile of X0], transposed
+// 16 -> 32: X10 = X1 N10 X0. First (N10 X0)^T as right factors [row tile][column tile], from X0 and n(row tile, column tile) of N10; through
+// X0^T N10^T.
+template <class N> KDA_DEVICE void multiply_by_first(const HalfInverse& first, N n, TileOperand (&product)[2][2]) {
+  const TileOperand zero = {{0u, 0u}};
+  float below[4] = {0.f, 0.f, 0.f, 0.f};  // upper rows: the transpose of tile 10
+  multiply(below, first.below, zero, first.x[1]);
+  const TileOperand below_transposed = operand(below[0], below[1]);
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     float d[4] = {0.f, 0.f, 0.f, 0.f};
-    multiply(d, yo[0][0], zero, operand(n(2 + m, 0)));
-    multiply(d, x0t10, yo[0][1], operand(n(2 + m, 1)));
-    nx[m][0] = operand(d[0], d[1]);
-    nx[m][1] = operand(d[2], d[3]);
+    multiply(d, first.y[0], zero, operand(n(m, 0)));
+    multiply(d, below_transposed, first.y[1], operand(n(m, 1)));
+    product[m][0] = operand(d[0], d[1]);
+    product[m][1] = operand(d[2], d[3]);
   }
-  const TileOperand x1_10 = operand(x10[2], x10[3]);
+}
+// Then out(tiles 00, 01, 10, 11) takes X10.
+template <class Out> KDA_DEVICE void multiply_second(const HalfInverse& second, const TileOperand (&product)[2][2], Out out) {
+  const TileOperand zero = {{0u, 0u}};
   Tile square[2][2];
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     float d[4] = {0.f, 0.f, 0.f, 0.f};
-    multiply(d, xo[1][0], x1_10, nx[0][m]);
-    multiply(d, zero, xo[1][1], nx[1][m]);
+    multiply(d, second.x[0], second.x10, product[0][m]);
+    multiply(d, zero, second.x[1], product[1][m]);
     square[0][m] = {{d[0], d[1]}};
     square[1][m] = {{d[2], d[3]}};
   }
-  out(1, 0, square[0][0], square[0][1], square[1][0], square[1][1]);
+  out(square[0][0], square[0][1], square[1][0], square[1][1]);
 }
 
 }  // namespace jax_kda

@@ -20,6 +20,7 @@ struct PrepareContext {
   uint32_t memory;    // shared: of this group
   int barrier;        // named barrier of this group
   int tiles_barrier;  // another one
+  int halves_barrier;  // and one of the two warps that invert
   int warp;           // within the group
   int lane;
 };
@@ -36,14 +37,6 @@ KDA_DEVICE void store_block(Packet packet, uint32_t square, int block_row, int b
   packet.tiles(
       lane, [&](int tile, int row) { return square + square_unit(block_row * 16 + (tile >> 1) * 8 + row, block_column * 2 + (tile & 1)); }, t00, t01, t10,
       t11);
-}
-
-// (I + L)^-1 from n(row tile, column tile), tiles of -L. One warp.
-template <class N, class Packet> KDA_DEVICE void invert_and_store(N n, Packet packet, int lane) {
-  auto packed = [](const Tile& y) { return pack_bf16(y.v[0], y.v[1]); };
-  invert(lane, n, [&](int row, int column, Tile t00, Tile t01, Tile t10, Tile t11) {
-    store_block(packet, stage::kA, row, column, packed(t00), packed(t01), packed(t10), packed(t11), lane);
-  });
 }
 
 KDA_DEVICE uint32_t tile_at(uint32_t square, int row, int column, int lane) { return square + ((row * (row + 1) / 2 + column) * 32 + lane) * 8; }
@@ -78,32 +71,56 @@ KDA_DEVICE void store_factors(const PrepareContext& c, uint32_t rows, uint32_t s
   }
 }
 
-// When this warp's rows of M are in the packet and its tiles of -L in the group's memory, `square`: [10 tiles][32 lanes] 2 f32. The warp whose turn it
-// is inverts; meanwhile the one after it calls all_but_a(): the rest of the packet is there, and the copy engine may bring the next rows, for no warp of
-// the group reads raw ones or operands any more. The one after that calls meanwhile(), for what the group has to do besides: the next chunk waits for the inverting warp anyhow. True for the
-// warp that inverts, when the packet is whole.
+// When this warp's rows of M are in the packet and its tiles of -L in the group's memory, `square`: [10 tiles][32 lanes] 2 f32. Two warps, whose turn it
+// is, invert, a half each. Meanwhile a third one calls all_but_a(): the rest of the packet is there, and the copy engine may bring the next rows, for no
+// warp of the group reads raw ones or operands any more. The fourth calls meanwhile(), for what the group has to do besides: the next chunk waits for the
+// inverting warps anyhow. True for the warp that has finished the packet.
 template <class Packet, class AllButA, class Meanwhile>
 KDA_DEVICE bool finish(const PrepareContext& c, const Packet& packet, uint32_t square, int turn, int lane, AllButA all_but_a, Meanwhile meanwhile) {
   constexpr int kWarps = 4;
+  enum { kFirst, kSecond, kOnward, kFree };
   const int role = (c.warp - turn) & 3;
   fence_async_shared();  // what this warp has written: the packet is read, and the rows are written, by engines
-  // A barrier of its own: the two that only arrive may reach the next chunk's barriers before the others come here.
-  if (role > 1) {
+  // A barrier of its own: the one that only arrives may reach the next chunk's barriers before the others come here.
+  if (role == kFree) {
     arrive_group(c.tiles_barrier, kWarps * 32);
-    if (role == 2) meanwhile();
+    meanwhile();
     return false;
   }
   sync_group(c.tiles_barrier, kWarps * 32);
-  if (role == 1) {
+  if (role == kOnward) {
     all_but_a();
     return false;
   }
-  invert_and_store(
-      [&](int row, int column) {
-        const float2 x = load_shared2(tile_at(square, row, column, lane));
-        return Tile{{x.x, x.y}};
-      },
-      packet, lane);
+  auto tile = [&](int row, int column) {
+    const float2 x = load_shared2(tile_at(square, row, column, lane));
+    return Tile{{x.x, x.y}};
+  };
+  auto packed = [](const Tile& y) { return pack_bf16(y.v[0], y.v[1]); };
+  const int block = role == kFirst ? 0 : 1;
+  const HalfInverse half = invert_half(
+      lane, [&](int row, int column) { return tile(2 * block + row, 2 * block + column); },
+      [&](Tile t00, Tile t10, Tile t11) { store_block(packet, stage::kA, block, block, packed(t00), 0u, packed(t10), packed(t11), lane); });
+  TileOperand product[2][2];
+  if (role == kFirst) {
+    store_block(packet, stage::kA, 0, 1, 0u, 0u, 0u, 0u, lane);
+    multiply_by_first(half, [&](int row, int column) { return tile(2 + row, column); }, product);
+    // Handed over where this lane has read its own tiles.
+#pragma unroll
+    for (int i = 0; i < 4; ++i) store_shared2(square + (i * 32 + lane) * 8, from_bits(product[i >> 1][i & 1].u[0]), from_bits(product[i >> 1][i & 1].u[1]));
+    fence_async_shared();
+    arrive_group(c.halves_barrier, 64);
+    return false;
+  }
+  sync_group(c.halves_barrier, 64);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 x = load_shared2(square + (i * 32 + lane) * 8);
+    product[i >> 1][i & 1] = {{bits(x.x), bits(x.y)}};
+  }
+  multiply_second(half, product, [&](Tile t00, Tile t01, Tile t10, Tile t11) {
+    store_block(packet, stage::kA, 1, 0, packed(t00), packed(t01), packed(t10), packed(t11), lane);
+  });
   fence_async_shared();
   sync_warp();
   return true;

@@ -13,8 +13,8 @@
 //                   across blocks    rows e^(G_i - G_15)     x  columns e^(G_15 - G_j)         (both <= 1)
 //      Block 0's rows are the packet's Kd and Qd (and read from there, if it can be read: then the columns for block 1 take the place of its k); block
 //      1's rows serve both products.                                                                                  -- group barrier
-//   3. L and M by 8 x 8 tiles; M to the packet, L to the group's memory                         -- group barrier, where two warps only arrive
-//   4. the warp whose turn it is inverts I + L and writes A; another one sees to what is ready without A; the others wait for the next chunk's rows
+//   3. L and M by 8 x 8 tiles; M to the packet, L to the group's memory                         -- group barrier, where one warp only arrives
+//   4. two warps, whose turn it is, invert I + L and write A; another one sees to what is ready without A
 //
 // No reference depends on a later token of the chunk. The diagonal of M is q.k, its pair weight exactly one.
 #pragma once

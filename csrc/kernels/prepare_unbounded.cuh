@@ -12,8 +12,8 @@
 //      the warp's own 8 x 8 tiles of L and M. After that the columns are free, and of warp 0, which has no other tiles, the rows too
 //   3. for the rows of each later warp, columns k e^(G_end of the warp before it - G), to what is free; then -Kr = -k e^(G_31 - G) and the decay
 //      e^G_31 to the packet                                                                                           -- group barrier
-//   4. the other tiles; M to the packet, L to the group's memory                      -- group barrier, where two warps only arrive
-//   5. the warp whose turn it is inverts I + L and writes A; another one sees to what is ready without A; the others wait for the next chunk's rows
+//   4. the other tiles; M to the packet, L to the group's memory                      -- group barrier, where one warp only arrives
+//   5. two warps, whose turn it is, invert I + L and write A; another one sees to what is ready without A
 //
 // No reference depends on a later token of the chunk. P is G with each token's decay clamped at -10 nats: only so do the factors within eight tokens,
 // one large and one small, stay within 2^+-116. Where a token forgets more than that, rows behind it keep 5e-5 of the chunk's older tokens instead of

@@ -167,7 +167,16 @@ void run_inverse(const char* name, const Vector& n, double bar) {
       for (int i = 0; i < 4; ++i)
         for (int e = 0; e < 2; ++e) x[(row * 16 + (i >> 1) * 8 + g) * C + column * 16 + (i & 1) * 8 + 2 * t + e] = tiles[i].v[e];
     };
-    invert(lane, tile, out);
+    const Tile none = {{0.f, 0.f}};
+    HalfInverse half[2];
+    for (int b = 0; b < 2; ++b)
+      half[b] = invert_half(
+          lane, [&](int row, int column) { return tile(2 * b + row, 2 * b + column); },
+          [&](Tile t00, Tile t10, Tile t11) { out(b, b, t00, none, t10, t11); });
+    out(0, 1, none, none, none, none);
+    TileOperand product[2][2];
+    multiply_by_first(half[0], [&](int row, int column) { return tile(2 + row, column); }, product);
+    multiply_second(half[1], product, [&](Tile t00, Tile t01, Tile t10, Tile t11) { out(1, 0, t00, t01, t10, t11); });
   });
   invert_exactly(n.data(), exact.data());
   // Componentwise: rounding N and the inverses of sub-blocks to 11 bits is, to first order, an error of |X| |I + L| |X| 2^-11.
