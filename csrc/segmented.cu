@@ -3,8 +3,9 @@
 //   1. packets   K1, on all SMs. Packets to the workspace
 //   2. maps      K2's chain over each segment, from the zero state (Q) and from the identity with values of zero (P): the state behind the segment is
 //                P S + Q. The first segment of a sequence knows its S, so its Q is already that state; the last needs no map
-//   3. states    the maps folded along each sequence, 16 value rows a CTA
-//   4. outputs   K2 over each segment from the state that step 3 (or the call) says it starts from
+//   3. states    the maps folded along each sequence, 16 value rows a CTA. Of many segments first the maps of each group of segments, which gives maps
+//                from the group's begin to the end of each; then the states along the groups
+//   4. outputs   K2 over each segment from the state that step 3 (or the call) says it starts from; within a group, that state is one map away
 //
 // Kernels of a row: each may move in where the one before leaves room (launch_kernel.cuh). Steps 2 and 3 fall away where no sequence can be long enough
 // to need them. No CTA waits for another one.
@@ -35,8 +36,11 @@ template <bool kBounded, bool kGatesF32> struct PacketsLayout {
   // What registers and shared memory allow.
   static constexpr int kGroups = kBounded ? 5 : 4, kGroupThreads = Prepare::kWarps * 32, kThreads = kGroups * kGroupThreads;
   // Behind the groups' memory:
-  static constexpr uint32_t kBias = 0, kGate = kBias + kHeadDim * 4, kRaw = kGate + 8;
-  static constexpr uint32_t bytes(int groups) { return groups * (Prepare::kBytes + 8) + kRaw; }
+  static constexpr uint32_t kBias = 0, kGate = kBias + kHeadDim * 4, kRaw = kGate + 8, kStarted = kRaw + 8 * kGroups;
+  static constexpr uint32_t bytes(int groups) { return groups * Prepare::kBytes + kStarted + 8 * kGroups; }
+  // Groups that fetch their first rows at once. The others wait for these groups' rows, which so arrive earlier; and groups that are not in step
+  // with each other share the SM better, to the end: 41 us become 35 where each has three or four chunks.
+  static constexpr int kAtOnce = 2;
   static_assert(bytes(kGroups) <= 232448, "more shared memory than a CTA can have");
   static_assert(2 * kGroups <= 15, "more groups than named barriers");
 };
@@ -58,22 +62,25 @@ __global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, 
   const int thread = threadIdx.x, lane = thread & 31, groups = blockDim.x / L::kGroupThreads;
   const int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), group = warp / Prepare::kWarps, member = warp % Prepare::kWarps;
   const uint32_t memory = shared_address(shared) + group * Prepare::kBytes, common = shared_address(shared) + groups * Prepare::kBytes;
-  const uint32_t raw = common + L::kRaw + 8 * group;
+  const uint32_t raw = common + L::kRaw + 8 * group, started = common + L::kStarted + 8 * group;
   allow_next_kernel();
 
   const int task = int(blockIdx.x) / x.packet_parts, part = int(blockIdx.x) % x.packet_parts;
   const int head = task % int(a.HV), key_head = head / int(a.HV / a.H);
   const int64_t row = task / int(a.HV);
-  const int in_segment = x.segment / kChunk, segments = (x.chunk_slots + in_segment - 1) / in_segment;
+  const uint32_t in_segment = uint32_t(x.segment) / kChunk;
 
   // The group's next chunk from `index` on. Of every segment the last chunk comes first: the first ones, which steps 2 and 4 begin with, are then the
-  // likelier to be still in the L2 cache. Called by whole warps.
+  // likelier to be still in the L2 cache. The last segment may have fewer chunks: it joins when the others have as many left. Called by whole warps.
+  const uint32_t whole_segments = uint32_t(x.chunk_slots) / in_segment, rest = uint32_t(x.chunk_slots) % in_segment;
+  const uint32_t without_last = whole_segments * (in_segment - rest);
   auto find = [&](int index) {
     PlannedChunk p{};
     p.rows.head = head, p.rows.key_head = key_head;
-    for (p.index = index; p.index < segments * in_segment; p.index += groups * x.packet_parts) {
-      p.slot = int(uint32_t(p.index) % uint32_t(segments)) * in_segment + in_segment - 1 - int(uint32_t(p.index) / uint32_t(segments));
-      if (p.slot >= x.chunk_slots) continue;
+    for (p.index = index; p.index < x.chunk_slots; p.index += groups * x.packet_parts) {
+      const bool joined = uint32_t(p.index) >= without_last;
+      const uint32_t i = uint32_t(p.index) - (joined ? without_last : 0), segments = whole_segments + joined;
+      p.slot = int(i % segments * in_segment + (joined ? rest : in_segment) - 1 - i / segments);
       if (!a.offsets) {
         p.rows.first_token = row * a.T, p.chunk = p.slot, p.tokens = int(a.T);
         break;
@@ -95,10 +102,10 @@ __global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, 
   };
   PlannedChunk now = find(group * x.packet_parts + part);
   if (member == 0) {
-    if (lane == 0) barrier_init(raw, 1);
+    if (lane == 0) barrier_init(raw, 1), barrier_init(started, 1);
     fence_async_shared();
     sync_warp();
-    copy(now);
+    if (group < L::kAtOnce) copy(now);
   }
   uint32_t raw_beta = fetch_beta(now);
   const int64_t gate_head = (a.gate_rows > 1 ? row : 0) * a.HV + head;
@@ -113,11 +120,16 @@ __global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, 
     if (a.checkpoint_every) zero_checkpoints(a, row, head, part, x.packet_parts, thread, int(blockDim.x));
   }
   __syncthreads();
+  if (member == 0 && group >= L::kAtOnce) {
+    barrier_wait(started - 8 * L::kAtOnce, 0);
+    copy(now);
+  }
 
   const PrepareContext context = {a.gate, common + L::kGate, a.scale, a.l2norm, common + L::kBias,
                                   memory, 1 + group, 1 + L::kGroups + group, member, lane};
   char* const packets = x.packets + task * int64_t(x.chunk_slots) * kSlotBytes;
   int brought = 0;  // by the copy engine
+  if (now.tokens == 0 && member == 0 && lane == 0) barrier_arrive(started);
 #pragma unroll 1
   for (int turn = 0; now.tokens > 0; ++turn) {
     const float beta = now.chunk * kChunk + lane < now.tokens ? write_strength(beta_value(raw_beta, a.beta_dtype), a.beta_mode) : 0.f;
@@ -129,6 +141,7 @@ __global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, 
       copies_wait_all();
       sync_group(context.barrier, L::kGroupThreads);
     }
+    if (turn == 0 && member == 0 && lane == 0) barrier_arrive(started);
     Prepare::run(
         context, now.tokens - now.chunk * kChunk, beta, turn, [&] { return GlobalPacket(packets + now.slot * kSlotBytes); },
         [&] { copy(find(now.index + groups * x.packet_parts)); }, [] {});
@@ -155,7 +168,12 @@ template <int kRowGroups, bool kOutputs> struct ReaderLayout {
   static constexpr uint32_t kCheckpoints = kState + 16;
   static constexpr uint32_t kFull = kCheckpoints + (kOutputs ? kCheckpointTable : 0);
   static constexpr uint32_t kEmpty = kFull + kStages * 8;
-  static constexpr uint32_t kBytes = kEmpty + kStages * 8;
+  // Where the last two stages will be: the map that the CTA's first state is yet to be taken through; and its barriers.
+  static constexpr int kMapStage = kStages - 2;
+  static constexpr uint32_t kMap = kMapStage * kStageBytes;
+  static_assert(kMapBytes <= 2 * kStageBytes);
+  static constexpr uint32_t kMapThere = kEmpty + kStages * 8, kMapUsed = kMapThere + 8;
+  static constexpr uint32_t kBytes = kMapUsed + 8;
   static_assert(kBytes <= 232448, "more shared memory than a CTA can have");
   static KDA_DEVICE void seen(uint32_t, uint32_t, uint32_t) {}
   static KDA_DEVICE void release(uint32_t shared, uint32_t slot, uint32_t /*round*/) { barrier_arrive(shared + kEmpty + 8 * slot); }
@@ -173,8 +191,10 @@ KDA_DEVICE char* get_state_at(uint32_t where) {
 template <class L> KDA_DEVICE void start_reader(uint32_t base, int thread) {
   for (int i = thread; i < kHeadDim; i += L::kThreads) store_shared(base + L::kOnes + i * 4, 1.f);
   for (int i = thread; i < int(L::kState - L::kUnit) / 4; i += L::kThreads) store_shared(base + L::kUnit + i * 4, i == kHeadDim ? 1.f : 0.f);
-  if (thread == 0)
+  if (thread == 0) {
     for (int s = 0; s < L::kStages; ++s) barrier_init(base + L::kFull + 8 * s, 1), barrier_init(base + L::kEmpty + 8 * s, L::kWarps);
+    barrier_init(base + L::kMapThere, 1), barrier_init(base + L::kMapUsed, L::kWarps);
+  }
   fence_async_shared();
   __syncthreads();
 }
@@ -188,10 +208,14 @@ template <int kRowGroups> KDA_DEVICE void prefetch_values(const PrefillArgs& a, 
     for (int p = 0; p < kRowGroups; ++p) prefetch_global(from + i * kChunk * a.HV * (kHeadDim * 2) + p * 128);
 }
 
-// The loading warp: the packets of chunks [first_chunk, first_chunk + chunks) of the task.
+// The loading warp: the packets of chunks [first_chunk, first_chunk + chunks) of the task; before them, a map (or none).
 template <class L, bool kWholePackets>
-KDA_DEVICE void read_packets(const SegmentedArgs& x, const Task& task, int first_chunk, int chunks, uint32_t base, int lane) {
+KDA_DEVICE void read_packets(const SegmentedArgs& x, const Task& task, int first_chunk, int chunks, uint32_t base, int lane, const char* map = nullptr) {
   if (lane != 0) return;
+  if (map) {
+    barrier_expect(base + L::kMapThere, kMapBytes);
+    copy_bulk(base + L::kMap, map, kMapBytes, base + L::kMapThere);
+  }
   const char* packet = packet_at(x, task, first_slot(task, x.a.N, kChunk) + first_chunk);
   constexpr uint32_t kBytes = kWholePackets ? stage::kPacketBytes : 4 * kPanel + (stage::kM - stage::kA) + (stage::kPacketBytes - stage::kDecay);
   uint32_t slot = 0, parity = 1;
@@ -199,6 +223,12 @@ KDA_DEVICE void read_packets(const SegmentedArgs& x, const Task& task, int first
   for (int i = 0; i < chunks; ++i, packet += kSlotBytes) {
     const uint32_t stage = base + slot * L::kStageBytes, full = base + L::kFull + 8 * slot;
     if (i >= L::kStages) barrier_wait(base + L::kEmpty + 8 * slot, parity);
+    if (i == L::kMapStage && map) barrier_wait(base + L::kMapUsed, 0);
+    // What is needed first does not queue behind what is needed last, of all CTAs. In step 4 that is the states, too.
+    if (i == 2) {
+      if constexpr (kWholePackets) wait_for_previous_kernels();
+      barrier_wait(base + L::kFull, 0);
+    }
     barrier_expect(full, kBytes);
     if constexpr (kWholePackets) {
       copy_bulk(stage, packet, stage::kPacketBytes, full);
@@ -277,6 +307,8 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, 1)
   char* to = const_cast<char*>(stored_state(a.final_state, a.state_out_dtype, a, u.task));
   const int first = segment * x.segment, left = u.task.tokens - first, tokens = left < x.segment ? left : x.segment;
   const int chunks = (tokens + kChunk - 1) / kChunk;
+  const int in_group = x.group > 0 && segment > x.group ? segment % x.group : 0;  // segments between this one and a state
+  const char* map = in_group == 0 ? nullptr : in_group == 1 ? map_at(x, u.task, u.slot - 1) : prefix_at(x, u.task, u.slot - 1);
   if (u.there) {
     if (warp == L::kWarps) prefetch_values<kRowGroups>(a, u.task, group_row, first / kChunk, chunks, lane);
     if (thread == 0) put_state_at(base + L::kState, left <= x.segment ? to : nullptr);
@@ -285,10 +317,10 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, 1)
   }
   if (u.there && u.task.tokens > 0 && warp == L::kWarps) {
     // The packets are there before the states are: no CTA of this kernel starts before one of steps 2 or 3 has seen the end of step 1 (they let it
-    // start behind their own wait), and what a kernel wrote has reached global memory when it ends.
+    // start behind their own wait), and what a kernel wrote has reached global memory when it ends. The same goes for the maps within groups.
     if (x.cut) fence_async_global();
     else wait_for_previous_kernels();
-    read_packets<L, true>(x, u.task, first / kChunk, chunks, base, lane);
+    read_packets<L, true>(x, u.task, first / kChunk, chunks, base, lane, map);
     wait_for_previous_kernels();
     return;
   }
@@ -302,7 +334,13 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, 1)
   auto value_row = [&] { return (int(opaque(part)) * L::kWarps + int(opaque(threadIdx.x)) / 32) * 16; };
   State st;
   if (segment == 0) load_state(st, from, a.state_in_dtype, a.state_v_first, value_row(), lane);
-  else load_slice(st, state_at(x, u.task, u.slot - 1) + value_row() / 16 * kSliceBytes, lane);
+  else load_slice(st, state_at(x, u.task, u.slot - 1 - in_group) + value_row() / 16 * kSliceBytes, lane);
+  if (in_group > 0) {
+    barrier_wait(base + L::kMapThere, 0);
+    apply_map(st, base + L::kMap, state_at(x, u.task, u.slot - 1) + value_row() / 16 * kSliceBytes, lane);
+    sync_warp();
+    if (lane == 0) barrier_arrive(base + L::kMapUsed);
+  }
   auto* o = static_cast<uint16_t*>(a.o) + first_row(a, u.task, a.HV, u.task.head, kHeadDim) + first * a.HV * kHeadDim + value_row();
   const RecurrenceContext context = {base, warp, lane, o, a, tokens};
   recur<Engine, L>(context, st, Checkpoints{a, base + L::kCheckpoints, value_row});
@@ -312,17 +350,9 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, 1)
 
 // ================================================================ 3. states
 
-__global__ void __launch_bounds__(FoldLayout::kThreads, 1) states_kernel(const __grid_constant__ SegmentedArgs x) {
+// A CTA's fold, `steps` of them; all threads.
+template <class Fold> KDA_DEVICE void start_fold(uint32_t base, int steps, int thread, Fold fold) {
   using L = FoldLayout;
-  extern __shared__ __align__(1024) uint8_t shared[];
-  const uint32_t base = shared_address(shared);
-  const int thread = threadIdx.x, lane = thread & 31;
-  const int warp = __shfl_sync(0xffffffffu, thread >> 5, 0);
-  constexpr uint32_t kSlices = kHeadDim / 16;
-  const uint32_t slice = blockIdx.x % kSlices, head = blockIdx.x / kSlices % uint32_t(x.a.HV);
-  const int64_t sequence = blockIdx.x / kSlices / uint32_t(x.a.HV), row = sequence / x.a.N;
-  const Task task = task_of(x.a, row, int(sequence - row * x.a.N), int(head));
-  const int steps = (task.tokens + x.segment - 1) / x.segment - 2;  // the state behind the first segment is there, that behind the last not needed
   if (steps > 0) {
     if (thread == 0)
       for (int s = 0; s < L::kStages; ++s) barrier_init(base + L::kFull + 8 * s, 1);
@@ -331,9 +361,46 @@ __global__ void __launch_bounds__(FoldLayout::kThreads, 1) states_kernel(const _
   }
   wait_for_previous_kernels();
   allow_next_kernel();
-  if (steps <= 0) return;
-  const int slot = first_slot(task, x.a.N, x.segment);
-  fold(map_at(x, task, slot), state_at(x, task, slot) + slice * kSliceBytes, steps, base, warp, lane);
+  if (steps > 0) fold();
+}
+
+constexpr uint32_t kSlices = kHeadDim / 16;
+
+// Within groups. Of the first one no map is needed: the state that it starts from is in its states already.
+__global__ void __launch_bounds__(FoldLayout::kThreads, 1) groups_kernel(const __grid_constant__ SegmentedArgs x) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t base = shared_address(shared);
+  const int thread = threadIdx.x, lane = thread & 31;
+  const int warp = __shfl_sync(0xffffffffu, thread >> 5, 0);
+  const uint32_t part = blockIdx.x % (2 * kSlices), unit = blockIdx.x / (2 * kSlices);
+  const uint32_t head = unit % uint32_t(x.a.HV), row = unit / uint32_t(x.a.HV) / uint32_t(x.group_slots);
+  const Unit u = find_unit(x.a, row, int(unit / uint32_t(x.a.HV) % uint32_t(x.group_slots)), int(head), x.group * x.segment, lane);
+  const bool of_maps = part >= kSlices;
+  const int group = u.slot - u.first, first = group * x.group, slice = int(part % kSlices);
+  const int with_maps = (u.task.tokens + x.segment - 1) / x.segment - 1 - first, segments = with_maps < x.group ? with_maps : x.group;
+  start_fold(base, u.there && (group > 0 || !of_maps) ? segments - 1 : 0, thread, [&] {
+    const int slot = first_slot(u.task, x.a.N, x.segment) + first;
+    if (of_maps) fold<true>(map_at(x, u.task, slot), prefix_at(x, u.task, slot), 1, slice, segments - 1, base, warp, lane);
+    else fold<false>(map_at(x, u.task, slot), state_at(x, u.task, slot), 1, slice, segments - 1, base, warp, lane);
+  });
+}
+
+// Along a sequence: from segment to segment, or from group to group.
+__global__ void __launch_bounds__(FoldLayout::kThreads, 1) states_kernel(const __grid_constant__ SegmentedArgs x) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t base = shared_address(shared);
+  const int thread = threadIdx.x, lane = thread & 31;
+  const int warp = __shfl_sync(0xffffffffu, thread >> 5, 0);
+  const uint32_t slice = blockIdx.x % kSlices, head = blockIdx.x / kSlices % uint32_t(x.a.HV);
+  const int64_t sequence = blockIdx.x / kSlices / uint32_t(x.a.HV), row = sequence / x.a.N;
+  const Task task = task_of(x.a, row, int(sequence - row * x.a.N), int(head));
+  const int stride = x.group > 0 ? x.group : 1;
+  // The state behind the first segment or group is there, that behind the last not needed.
+  const int steps = ((task.tokens + x.segment - 1) / x.segment - 1) / stride - 1;
+  start_fold(base, steps, thread, [&] {
+    const int slot = first_slot(task, x.a.N, x.segment) + stride - 1;
+    fold<false>(x.group > 0 ? prefix_at(x, task, slot) : map_at(x, task, slot), state_at(x, task, slot), stride, int(slice), steps, base, warp, lane);
+  });
 }
 
 // ================================================================ launches
@@ -346,6 +413,32 @@ int sm_count() {
   return std::max(count, 1);
 }
 
+// Cycles of an H200, fitted to its measured kernels. segments.py has them too.
+constexpr double kKernel = 3900.;                      // from one kernel's end to the next one's first products
+constexpr double kMaps64 = 770., kMaps128 = 1200., kMapsMemory = 10.;  // a chunk: for CTAs of 64 and 128 rows, and of all SMs' memory traffic
+constexpr double kOutputs64 = 1230., kOutputs128 = 2090., kOutputsMemory = 16.;
+constexpr double kFold = 890., kApply = 1000.;  // a map in step 3, and in step 4
+
+double rounds_of(int64_t ctas, int sms) { return double((ctas + sms - 1) / sms); }
+
+// Segments of a group in step 3 (none where one fold along the sequence is quicker), of sequences of so many segments.
+struct FoldPlan {
+  int64_t group;
+  double cycles;
+};
+FoldPlan plan_fold(int64_t tasks, int64_t segments, int sms) {
+  if (segments <= 2) return {0, 0.};
+  const double along = double(segments - 2) * kFold * rounds_of(tasks * (kHeadDim / 16), sms);
+  int64_t group = 2;
+  while (group * group < segments) ++group;
+  const int64_t groups = (segments - 1) / group;  // those before the last
+  const double in_groups = double(group - 1) * kFold * rounds_of(tasks * groups * (2 * kHeadDim / 16), sms);
+  const double grouped = kKernel + kApply + in_groups + double(groups - 1) * kFold * rounds_of(tasks * (kHeadDim / 16), sms);
+  return grouped < along ? FoldPlan{group, kKernel + grouped} : FoldPlan{0, kKernel + along};
+}
+
+int64_t mean_chunks(int64_t T, int64_t N) { return std::max<int64_t>((T + kChunk - 1) / kChunk / std::max<int64_t>(N, 1), 1); }
+
 SegmentedArgs plan(const PrefillArgs& a, int64_t* bytes) {
   const int chunks = a.segment_chunks > 0 ? a.segment_chunks : segment_chunks(a.B, a.T, a.N, a.HV, sm_count());
   SegmentedArgs x{};
@@ -355,12 +448,14 @@ SegmentedArgs plan(const PrefillArgs& a, int64_t* bytes) {
   auto slots = [&](int64_t size) { return int(std::min<int64_t>(a.offsets ? a.T / size + a.N : std::max<int64_t>((a.T + size - 1) / size, 1), INT32_MAX)); };
   x.chunk_slots = slots(kChunk), x.segment_slots = slots(x.segment);
   x.map_slots = x.segment_slots - (a.offsets ? 0 : 1);
-  const int64_t heads = a.B * a.HV;
+  const int64_t heads = a.B * a.HV, length = x.segment / kChunk;
   x.cut = a.T > x.segment;
+  const int64_t group = plan_fold(heads * a.N, (mean_chunks(a.T, a.N) + length - 1) / length, sm_count()).group;
+  if (group * x.segment < a.T) x.group = int(group), x.group_slots = group > 0 ? slots(group * x.segment) : 0;
   const int64_t packets = heads * x.chunk_slots * kSlotBytes, of_maps = x.cut ? heads * x.segment_slots * kMapBytes : 0;
   x.packets = reinterpret_cast<char*>((reinterpret_cast<uint64_t>(a.workspace) + kSlotBytes - 1) / kSlotBytes * kSlotBytes);
-  if (a.workspace) x.maps = x.packets + packets, x.states = x.maps + of_maps;
-  *bytes = kSlotBytes + packets + of_maps + (x.cut ? heads * x.segment_slots * kStateBytes : 0);
+  if (a.workspace) x.maps = x.packets + packets, x.prefixes = x.maps + of_maps, x.states = x.prefixes + of_maps;
+  *bytes = kSlotBytes + packets + 2 * of_maps + (x.cut ? heads * x.segment_slots * kStateBytes : 0);
   return x;
 }
 
@@ -402,7 +497,10 @@ template <class Engine, bool kBounded, bool kGatesF32> cudaError_t launch_segmen
   }
   if (most > 2) {
     using L = FoldLayout;
-    const int64_t blocks = a.B * a.N * a.HV * (kHeadDim / 16);
+    const int64_t blocks = a.B * a.N * a.HV * kSlices;
+    if (x.group > 0)
+      if (cudaError_t e = launch_kernel<groups_kernel>(false, tasks * x.group_slots * 2 * kSlices, L::kThreads, L::kBytes, stream, x); e != cudaSuccess)
+        return e;
     if (cudaError_t e = launch_kernel<states_kernel>(false, blocks, L::kThreads, L::kBytes, stream, x); e != cudaSuccess) return e;
   }
   return launch_reader(
@@ -430,15 +528,9 @@ template <class Engine> cudaError_t select_segmented(const PrefillArgs& a, cudaS
 // what the memory takes for all of it. Step 1 does not depend on the choice.
 int segment_chunks(int64_t B, int64_t T, int64_t N, int64_t HV, int sm_count) {
   constexpr int64_t kMostSegments = 512;
-  constexpr double kKernel = 3000.;                      // from one kernel's end to the next one's first products
-  constexpr double kMaps64 = 700., kMaps128 = 1000., kMapsMemory = 10.;  // a chunk: for CTAs of 64 and 128 rows, and of all SMs' memory traffic
-  constexpr double kOutputs64 = 1000., kOutputs128 = 1550., kOutputsMemory = 16.;
-  constexpr double kFold = 750.;  // a map
-  const int64_t sequences = std::max<int64_t>(B * N, 1), chunks = std::max<int64_t>((T + kChunk - 1) / kChunk / std::max<int64_t>(N, 1), 1);
-  const int64_t tasks = sequences * HV;
-  auto rounds = [&](int64_t ctas) { return double((ctas + sm_count - 1) / sm_count); };
+  const int64_t chunks = mean_chunks(T, N), tasks = std::max<int64_t>(B * N, 1) * HV;
   auto reader = [&](int64_t ctas, double chunk64, double chunk128, int64_t length) {  // ctas: of 128 rows
-    return 2 * ctas <= sm_count ? length * chunk64 : rounds(ctas) * length * chunk128;
+    return 2 * ctas <= sm_count ? length * chunk64 : rounds_of(ctas, sm_count) * length * chunk128;
   };
   int64_t best = chunks;
   double least = INFINITY;
@@ -446,7 +538,7 @@ int segment_chunks(int64_t B, int64_t T, int64_t N, int64_t HV, int sm_count) {
     const int64_t length = (chunks + segments - 1) / segments, real = (chunks + length - 1) / length;
     double cycles = std::max(reader(tasks * real, kOutputs64, kOutputs128, length), kOutputsMemory * double(tasks * chunks));
     if (real > 1) cycles += kKernel + std::max(reader(2 * tasks * (real - 1), kMaps64, kMaps128, length), kMapsMemory * double(tasks * chunks));
-    if (real > 2) cycles += kKernel + double(real - 2) * kFold * rounds(tasks * (kHeadDim / 16));
+    cycles += plan_fold(tasks, real, sm_count).cycles;
     if (cycles < least) least = cycles, best = length;
   }
   return int(best);

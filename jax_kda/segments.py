@@ -12,12 +12,12 @@ __all__ = ["CHUNK", "segment_chunks", "workspace_bytes"]
 
 CHUNK = 32  # tokens
 
-# Cycles of an H200, fitted to its measured kernels: see segment_chunks in csrc/segmented.cu.
+# Cycles of an H200, fitted to its measured kernels: see csrc/segmented.cu.
 _MOST_SEGMENTS = 512
-_KERNEL = 3000.0
-_MAPS_64, _MAPS_128, _MAPS_MEMORY = 700.0, 1000.0, 10.0
-_OUTPUTS_64, _OUTPUTS_128, _OUTPUTS_MEMORY = 1000.0, 1550.0, 16.0
-_FOLD = 750.0
+_KERNEL = 3900.0
+_MAPS_64, _MAPS_128, _MAPS_MEMORY = 770.0, 1200.0, 10.0
+_OUTPUTS_64, _OUTPUTS_128, _OUTPUTS_MEMORY = 1230.0, 2090.0, 16.0
+_FOLD, _APPLY = 890.0, 1000.0
 
 # Bytes: a chunk's packet, a segment's map, a state.
 _SLOT, _MAP, _STATE = 32768, 128 * 128 * 2 + 128 * 4, 128 * 128 * 4
@@ -32,6 +32,15 @@ def segment_chunks(B: int, T: int, N: int, HV: int, sm_count: int) -> int:
     def rounds(ctas: int) -> int:
         return -(-ctas // sm_count)
 
+    def fold(segments: int) -> float:
+        if segments <= 2:
+            return 0.0
+        along = (segments - 2) * _FOLD * rounds(tasks * 8)
+        group = max(math.isqrt(segments - 1) + 1, 2)
+        groups = (segments - 1) // group
+        in_groups = (group - 1) * _FOLD * rounds(tasks * groups * 16)
+        return _KERNEL + min(along, _KERNEL + _APPLY + in_groups + (groups - 1) * _FOLD * rounds(tasks * 8))
+
     def reader(ctas: int, chunk_64: float, chunk_128: float, length: int) -> float:
         return length * chunk_64 if 2 * ctas <= sm_count else rounds(ctas) * length * chunk_128
 
@@ -44,8 +53,7 @@ def segment_chunks(B: int, T: int, N: int, HV: int, sm_count: int) -> int:
         if real > 1:
             maps = reader(2 * tasks * (real - 1), _MAPS_64, _MAPS_128, length)
             cycles += _KERNEL + max(maps, _MAPS_MEMORY * tasks * chunks)
-        if real > 2:
-            cycles += _KERNEL + (real - 2) * _FOLD * rounds(tasks * 8)
+        cycles += fold(real)
         if cycles < least:
             least, best = cycles, length
     return best
@@ -58,5 +66,5 @@ def workspace_bytes(B: int, T: int, N: int, HV: int, packed: bool, chunks: int) 
         return T // size + N if packed else max(-(-T // size), 1)
 
     size = chunks * CHUNK
-    maps = slots(size) * (_MAP + _STATE) if size < T else 0
+    maps = slots(size) * (2 * _MAP + _STATE) if size < T else 0
     return _SLOT + B * HV * (slots(CHUNK) * _SLOT + maps)
