@@ -275,16 +275,15 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, false>::kThreads, 1)
     if (needed) read_packets<L, false>(x, u.task, segment * chunks, chunks, base, lane);
     return;
   }
-  State st;  // from the call's inputs, before the wait
+  State st;  // from the call's inputs: only the packets wait for step 1
   if (of_zero)
     load_state(st, segment == 0 ? stored_state(a.initial_state, a.state_in_dtype, a, u.task) : nullptr, a.state_in_dtype, a.state_v_first,
                group_row + warp * 16, lane);
   else unit_state(st, base + L::kUnit, group_row + warp * 16, lane);
-  wait_for_previous_kernels();
-  allow_next_kernel();
   const auto* v = static_cast<const uint16_t*>(a.v) + first_row(a, u.task, a.HV, u.task.head, kHeadDim) +
                   int64_t(segment) * x.segment * a.HV * kHeadDim + group_row + warp * 16;
   chain<Engine, L>({base, warp, lane, v, int(a.HV) * kHeadDim, chunks, of_zero}, st);
+  wait_for_previous_kernels();  // long done; but so step 1 has ended when this kernel ends
   if (of_zero) store_slice(st, state_at(x, u.task, u.slot) + (group_row / 16 + warp) * kSliceBytes, lane);
   else store_map(st, map_at(x, u.task, u.slot), group_row + warp * 16, lane);
 }
@@ -324,26 +323,27 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, 1)
     wait_for_previous_kernels();
     return;
   }
-  wait_for_previous_kernels();
-  if (!u.there) return;
-  if (u.task.tokens == 0) {
-    if (to && part == 0) copy_state(from, a.state_in_dtype, to, a.state_out_dtype, thread, L::kThreads);
+  if (!u.there || u.task.tokens == 0) {
+    wait_for_previous_kernels();
+    if (u.there && to && part == 0) copy_state(from, a.state_in_dtype, to, a.state_out_dtype, thread, L::kThreads);
     return;
   }
   // Formed anew behind the loop, which is short of registers.
   auto value_row = [&] { return (int(opaque(part)) * L::kWarps + int(opaque(threadIdx.x)) / 32) * 16; };
-  State st;
-  if (segment == 0) load_state(st, from, a.state_in_dtype, a.state_v_first, value_row(), lane);
-  else load_slice(st, state_at(x, u.task, u.slot - 1 - in_group) + value_row() / 16 * kSliceBytes, lane);
-  if (in_group > 0) {
-    barrier_wait(base + L::kMapThere, 0);
-    apply_map(st, base + L::kMap, state_at(x, u.task, u.slot - 1) + value_row() / 16 * kSliceBytes, lane);
-    sync_warp();
-    if (lane == 0) barrier_arrive(base + L::kMapUsed);
-  }
   auto* o = static_cast<uint16_t*>(a.o) + first_row(a, u.task, a.HV, u.task.head, kHeadDim) + first * a.HV * kHeadDim + value_row();
   const RecurrenceContext context = {base, warp, lane, o, a, tokens};
-  recur<Engine, L>(context, st, Checkpoints{a, base + L::kCheckpoints, value_row});
+  State st;
+  recur<Engine, L>(context, st, Checkpoints{a, base + L::kCheckpoints, value_row}, [&] {
+    wait_for_previous_kernels();
+    if (segment == 0) load_state(st, from, a.state_in_dtype, a.state_v_first, value_row(), lane);
+    else load_slice(st, state_at(x, u.task, u.slot - 1 - in_group) + value_row() / 16 * kSliceBytes, lane);
+    if (in_group > 0) {
+      barrier_wait(base + L::kMapThere, 0);
+      apply_map(st, base + L::kMap, state_at(x, u.task, u.slot - 1) + value_row() / 16 * kSliceBytes, lane);
+      sync_warp();
+      if (lane == 0) barrier_arrive(base + L::kMapUsed);
+    }
+  });
   if (const auto final_state = get_state_at(base + L::kState))
     store_state(st, final_state, a.state_out_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
 }
