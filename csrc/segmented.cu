@@ -4,7 +4,7 @@
 //   2. maps      K2's chain over each segment, from the zero state (Q) and from the identity with values of zero (P): the state behind the segment is
 //                P S + Q. The first segment of a sequence knows its S, so its Q is already that state; the last needs no map
 //   3. states    the maps folded along each sequence, 16 value rows a CTA. Of many segments first the maps of each group of segments, which gives maps
-//                from the group's begin to the end of each; then the states along the groups
+//                from the group's begin to the end of each; then the states along the groups. Of few, this is left to step 4
 //   4. outputs   K2 over each segment from the state that step 3 (or the call) says it starts from; within a group, that state is one map away
 //
 // Kernels of a row: each may move in where the one before leaves room (launch_kernel.cuh). Steps 2 and 3 fall away where no sequence can be long enough
@@ -168,12 +168,14 @@ template <int kRowGroups, bool kOutputs> struct ReaderLayout {
   static constexpr uint32_t kCheckpoints = kState + 16;
   static constexpr uint32_t kFull = kCheckpoints + (kOutputs ? kCheckpointTable : 0);
   static constexpr uint32_t kEmpty = kFull + kStages * 8;
-  // Where the last two stages will be: the map that the CTA's first state is yet to be taken through; and its barriers.
-  static constexpr int kMapStage = kStages - 2;
-  static constexpr uint32_t kMap = kMapStage * kStageBytes;
-  static_assert(kMapBytes <= 2 * kStageBytes);
-  static constexpr uint32_t kMapThere = kEmpty + kStages * 8, kMapUsed = kMapThere + 8;
-  static constexpr uint32_t kBytes = kMapUsed + 8;
+  // Packets that are fetched at once. What is needed first does not queue behind what is needed last, of all CTAs.
+  static constexpr int kEarly = kOutputs ? 2 : 4;
+  // Where the later stages will be, a ring of the maps that the CTA's first state is yet to be taken through; and its barriers.
+  static constexpr int kMaps = 3;
+  [[maybe_unused]] static constexpr uint32_t kMap = kEarly * kStageBytes;
+  static_assert(!kOutputs || kMaps * kMapBytes <= (kStages - kEarly) * kStageBytes);
+  static constexpr uint32_t kMapThere = kEmpty + kStages * 8, kMapUsed = kMapThere + kMaps * 8;
+  static constexpr uint32_t kBytes = kMapUsed + kMaps * 8;
   static_assert(kBytes <= 232448, "more shared memory than a CTA can have");
   static KDA_DEVICE void seen(uint32_t, uint32_t, uint32_t) {}
   static KDA_DEVICE void release(uint32_t shared, uint32_t slot, uint32_t /*round*/) { barrier_arrive(shared + kEmpty + 8 * slot); }
@@ -193,7 +195,7 @@ template <class L> KDA_DEVICE void start_reader(uint32_t base, int thread) {
   for (int i = thread; i < int(L::kState - L::kUnit) / 4; i += L::kThreads) store_shared(base + L::kUnit + i * 4, i == kHeadDim ? 1.f : 0.f);
   if (thread == 0) {
     for (int s = 0; s < L::kStages; ++s) barrier_init(base + L::kFull + 8 * s, 1), barrier_init(base + L::kEmpty + 8 * s, L::kWarps);
-    barrier_init(base + L::kMapThere, 1), barrier_init(base + L::kMapUsed, L::kWarps);
+    for (int m = 0; m < L::kMaps; ++m) barrier_init(base + L::kMapThere + 8 * m, 1), barrier_init(base + L::kMapUsed + 8 * m, L::kWarps);
   }
   fence_async_shared();
   __syncthreads();
@@ -208,27 +210,20 @@ template <int kRowGroups> KDA_DEVICE void prefetch_values(const PrefillArgs& a, 
     for (int p = 0; p < kRowGroups; ++p) prefetch_global(from + i * kChunk * a.HV * (kHeadDim * 2) + p * 128);
 }
 
-// The loading warp: the packets of chunks [first_chunk, first_chunk + chunks) of the task; before them, a map (or none).
-template <class L, bool kWholePackets>
-KDA_DEVICE void read_packets(const SegmentedArgs& x, const Task& task, int first_chunk, int chunks, uint32_t base, int lane, const char* map = nullptr) {
-  if (lane != 0) return;
-  if (map) {
-    barrier_expect(base + L::kMapThere, kMapBytes);
-    copy_bulk(base + L::kMap, map, kMapBytes, base + L::kMapThere);
-  }
+// The loading warp's first lane: the packets of chunks [first_chunk, first_chunk + chunks) of the task; between() behind the first of them.
+template <class L, bool kWholePackets, class Between>
+KDA_DEVICE void read_packets(const SegmentedArgs& x, const Task& task, int first_chunk, int chunks, uint32_t base, Between between) {
   const char* packet = packet_at(x, task, first_slot(task, x.a.N, kChunk) + first_chunk);
   constexpr uint32_t kBytes = kWholePackets ? stage::kPacketBytes : 4 * kPanel + (stage::kM - stage::kA) + (stage::kPacketBytes - stage::kDecay);
   uint32_t slot = 0, parity = 1;
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i, packet += kSlotBytes) {
     const uint32_t stage = base + slot * L::kStageBytes, full = base + L::kFull + 8 * slot;
-    if (i >= L::kStages) barrier_wait(base + L::kEmpty + 8 * slot, parity);
-    if (i == L::kMapStage && map) barrier_wait(base + L::kMapUsed, 0);
-    // What is needed first does not queue behind what is needed last, of all CTAs. In step 4 that is the states, too.
-    if (i == 2) {
-      if constexpr (kWholePackets) wait_for_previous_kernels();
+    if (i == L::kEarly) {
+      between();
       barrier_wait(base + L::kFull, 0);
     }
+    if (i >= L::kStages) barrier_wait(base + L::kEmpty + 8 * slot, parity);
     barrier_expect(full, kBytes);
     if constexpr (kWholePackets) {
       copy_bulk(stage, packet, stage::kPacketBytes, full);
@@ -241,6 +236,32 @@ KDA_DEVICE void read_packets(const SegmentedArgs& x, const Task& task, int first
     }
     if (++slot == L::kStages) slot = 0, parity ^= 1;
   }
+  if (chunks <= L::kEarly) between();
+}
+
+// Which maps lie between a segment's first state and a state that is known, behind segment `known`: those of `count` segments from `first` on.
+struct MapsBefore {
+  int known, first, count;
+  bool prefix;  // not of a segment, but from a group's begin
+};
+KDA_DEVICE MapsBefore maps_before(const SegmentedArgs& x, int segment) {
+  if (!x.folded) return {0, 1, segment > 1 ? segment - 1 : 0, false};
+  const int in_group = x.group > 0 && segment > x.group ? segment % x.group : 0;
+  return {segment - 1 - in_group, segment - 1, in_group > 0, in_group > 1};
+}
+
+// The loading warp's first lane: those maps.
+template <class L> KDA_DEVICE void read_maps(const SegmentedArgs& x, const Task& task, const MapsBefore& m, int first_slot, uint32_t base) {
+  auto used = [&](int i) { barrier_wait(base + L::kMapUsed + 8 * (uint32_t(i) % L::kMaps), (uint32_t(i) / L::kMaps) & 1); };
+#pragma unroll 1
+  for (int i = 0; i < m.count; ++i) {
+    const uint32_t slot = uint32_t(i) % L::kMaps, there = base + L::kMapThere + 8 * slot;
+    if (i >= L::kMaps) used(i - L::kMaps);
+    barrier_expect(there, kMapBytes);
+    copy_bulk(base + L::kMap + slot * kMapBytes, m.prefix ? prefix_at(x, task, first_slot + m.first + i) : map_at(x, task, first_slot + m.first + i),
+              kMapBytes, there);
+  }
+  for (int i = m.count > L::kMaps ? m.count - L::kMaps : 0; i < m.count; ++i) used(i);
 }
 
 KDA_DEVICE const char* stored_state(const void* states, DType dtype, const PrefillArgs& a, const Task& k) {
@@ -272,7 +293,7 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, false>::kThreads, 1)
   if (!needed || warp == L::kWarps) {
     wait_for_previous_kernels();
     allow_next_kernel();
-    if (needed) read_packets<L, false>(x, u.task, segment * chunks, chunks, base, lane);
+    if (needed && lane == 0) read_packets<L, false>(x, u.task, segment * chunks, chunks, base, [] {});
     return;
   }
   State st;  // from the call's inputs: only the packets wait for step 1
@@ -306,8 +327,6 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, 1)
   char* to = const_cast<char*>(stored_state(a.final_state, a.state_out_dtype, a, u.task));
   const int first = segment * x.segment, left = u.task.tokens - first, tokens = left < x.segment ? left : x.segment;
   const int chunks = (tokens + kChunk - 1) / kChunk;
-  const int in_group = x.group > 0 && segment > x.group ? segment % x.group : 0;  // segments between this one and a state
-  const char* map = in_group == 0 ? nullptr : in_group == 1 ? map_at(x, u.task, u.slot - 1) : prefix_at(x, u.task, u.slot - 1);
   if (u.there) {
     if (warp == L::kWarps) prefetch_values<kRowGroups>(a, u.task, group_row, first / kChunk, chunks, lane);
     if (thread == 0) put_state_at(base + L::kState, left <= x.segment ? to : nullptr);
@@ -316,10 +335,15 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, 1)
   }
   if (u.there && u.task.tokens > 0 && warp == L::kWarps) {
     // The packets are there before the states are: no CTA of this kernel starts before one of steps 2 or 3 has seen the end of step 1 (they let it
-    // start behind their own wait), and what a kernel wrote has reached global memory when it ends. The same goes for the maps within groups.
+    // start behind their own wait), and what a kernel wrote has reached global memory when it ends.
     if (x.cut) fence_async_global();
     else wait_for_previous_kernels();
-    read_packets<L, true>(x, u.task, first / kChunk, chunks, base, lane, map);
+    if (lane == 0)
+      read_packets<L, true>(x, u.task, first / kChunk, chunks, base, [&] {
+        wait_for_previous_kernels();
+        fence_async_global();
+        read_maps<L>(x, u.task, maps_before(x, segment), u.first, base);
+      });
     wait_for_previous_kernels();
     return;
   }
@@ -336,12 +360,24 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, 1)
   recur<Engine, L>(context, st, Checkpoints{a, base + L::kCheckpoints, value_row}, [&] {
     wait_for_previous_kernels();
     if (segment == 0) load_state(st, from, a.state_in_dtype, a.state_v_first, value_row(), lane);
-    else load_slice(st, state_at(x, u.task, u.slot - 1 - in_group) + value_row() / 16 * kSliceBytes, lane);
-    if (in_group > 0) {
-      barrier_wait(base + L::kMapThere, 0);
-      apply_map(st, base + L::kMap, state_at(x, u.task, u.slot - 1) + value_row() / 16 * kSliceBytes, lane);
-      sync_warp();
-      if (lane == 0) barrier_arrive(base + L::kMapUsed);
+    else {
+      const MapsBefore m = maps_before(x, segment);
+      auto slice = [&](int of_segment) { return state_at(x, u.task, u.first + of_segment) + value_row() / 16 * kSliceBytes; };
+      load_slice(st, slice(m.known), lane);
+      State q;
+      if (L::kRoomy && m.count > 0) load_slice(q, slice(m.first), lane);
+#pragma unroll 1
+      for (int i = 0; i < m.count; ++i) {
+        const uint32_t slot = uint32_t(i) % L::kMaps, map = base + L::kMap + slot * kMapBytes;
+        barrier_wait(base + L::kMapThere + 8 * slot, (uint32_t(i) / L::kMaps) & 1);
+        if constexpr (L::kRoomy)
+          apply_map(st, map, lane, [&](int n) -> float4 { return {q[4 * n], q[4 * n + 1], q[4 * n + 2], q[4 * n + 3]}; }, [&] {
+            if (i + 1 < m.count) load_slice(q, slice(m.first + i + 1), lane);
+          });
+        else apply_map(st, map, lane, [&, from = slice(m.first + i)](int n) { return load_tile(from, n, lane); }, [] {});
+        sync_warp();
+        if (lane == 0) barrier_arrive(base + L::kMapUsed + 8 * slot);
+      }
     }
   });
   if (const auto final_state = get_state_at(base + L::kState))
@@ -416,25 +452,29 @@ int sm_count() {
 // Cycles of an H200, fitted to its measured kernels. segments.py has them too.
 constexpr double kKernel = 3900.;                      // from one kernel's end to the next one's first products
 constexpr double kMaps64 = 770., kMaps128 = 1200., kMapsMemory = 10.;  // a chunk: for CTAs of 64 and 128 rows, and of all SMs' memory traffic
-constexpr double kOutputs64 = 1230., kOutputs128 = 2090., kOutputsMemory = 16.;
-constexpr double kFold = 890., kApply = 1000.;  // a map in step 3, and in step 4
+constexpr double kOutputs64 = 1230., kOutputs128 = 2300., kOutputsMemory = 16.;
+constexpr double kFold = 1000., kApply = 1300.;  // a map in step 3, and in step 4
 
 double rounds_of(int64_t ctas, int sms) { return double((ctas + sms - 1) / sms); }
 
-// Segments of a group in step 3 (none where one fold along the sequence is quicker), of sequences of so many segments.
+// What becomes of the maps of sequences of so many segments.
 struct FoldPlan {
-  int64_t group;
+  bool folded;    // in step 3
+  int64_t group;  // segments of a group; none where one fold along the sequence is quicker
   double cycles;
 };
-FoldPlan plan_fold(int64_t tasks, int64_t segments, int sms) {
-  if (segments <= 2) return {0, 0.};
-  const double along = double(segments - 2) * kFold * rounds_of(tasks * (kHeadDim / 16), sms);
+FoldPlan plan_fold(int64_t tasks, int64_t segments, bool packed, int sms) {
+  if (segments <= 2 && !packed) return {true, 0, 0.};
+  const double along = segments <= 2 ? 0. : kKernel + double(segments - 2) * kFold * rounds_of(tasks * (kHeadDim / 16), sms);
   int64_t group = 2;
   while (group * group < segments) ++group;
   const int64_t groups = (segments - 1) / group;  // those before the last
   const double in_groups = double(group - 1) * kFold * rounds_of(tasks * groups * (2 * kHeadDim / 16), sms);
-  const double grouped = kKernel + kApply + in_groups + double(groups - 1) * kFold * rounds_of(tasks * (kHeadDim / 16), sms);
-  return grouped < along ? FoldPlan{group, kKernel + grouped} : FoldPlan{0, kKernel + along};
+  const double grouped = 2. * kKernel + kApply + in_groups + double(groups - 1) * kFold * rounds_of(tasks * (kHeadDim / 16), sms);
+  // Not where CTAs have 128 rows, which are short of registers, nor where one sequence may have the segments of all.
+  const double in_step4 = 2 * tasks * segments <= sms && !packed ? double(segments - 2) * kApply : INFINITY;
+  if (in_step4 <= along && in_step4 <= grouped) return {false, 0, in_step4};
+  return grouped < along ? FoldPlan{true, group, grouped} : FoldPlan{true, 0, along};
 }
 
 int64_t mean_chunks(int64_t T, int64_t N) { return std::max<int64_t>((T + kChunk - 1) / kChunk / std::max<int64_t>(N, 1), 1); }
@@ -450,8 +490,9 @@ SegmentedArgs plan(const PrefillArgs& a, int64_t* bytes) {
   x.map_slots = x.segment_slots - (a.offsets ? 0 : 1);
   const int64_t heads = a.B * a.HV, length = x.segment / kChunk;
   x.cut = a.T > x.segment;
-  const int64_t group = plan_fold(heads * a.N, (mean_chunks(a.T, a.N) + length - 1) / length, sm_count()).group;
-  if (group * x.segment < a.T) x.group = int(group), x.group_slots = group > 0 ? slots(group * x.segment) : 0;
+  const FoldPlan fold = plan_fold(heads * a.N, (mean_chunks(a.T, a.N) + length - 1) / length, a.N > 1, sm_count());
+  x.folded = fold.folded;
+  if (fold.group * x.segment < a.T) x.group = int(fold.group), x.group_slots = fold.group > 0 ? slots(fold.group * x.segment) : 0;
   const int64_t packets = heads * x.chunk_slots * kSlotBytes, of_maps = x.cut ? heads * x.segment_slots * kMapBytes : 0;
   x.packets = reinterpret_cast<char*>((reinterpret_cast<uint64_t>(a.workspace) + kSlotBytes - 1) / kSlotBytes * kSlotBytes);
   if (a.workspace) x.maps = x.packets + packets, x.prefixes = x.maps + of_maps, x.states = x.prefixes + of_maps;
@@ -495,7 +536,7 @@ template <class Engine, bool kBounded, bool kGatesF32> cudaError_t launch_segmen
         tasks * x.map_slots * 2);
     if (e != cudaSuccess) return e;
   }
-  if (most > 2) {
+  if (most > 2 && x.folded) {
     using L = FoldLayout;
     const int64_t blocks = a.B * a.N * a.HV * kSlices;
     if (x.group > 0)
@@ -530,7 +571,7 @@ int segment_chunks(int64_t B, int64_t T, int64_t N, int64_t HV, int sm_count) {
   constexpr int64_t kMostSegments = 512;
   const int64_t chunks = mean_chunks(T, N), tasks = std::max<int64_t>(B * N, 1) * HV;
   auto reader = [&](int64_t ctas, double chunk64, double chunk128, int64_t length) {  // ctas: of 128 rows
-    return 2 * ctas <= sm_count ? length * chunk64 : rounds_of(ctas, sm_count) * length * chunk128;
+    return 2 * ctas <= sm_count ? length * chunk64 : rounds_of(ctas, sm_count) * (length * chunk128 + kKernel) - kKernel;
   };
   int64_t best = chunks;
   double least = INFINITY;
@@ -538,7 +579,7 @@ int segment_chunks(int64_t B, int64_t T, int64_t N, int64_t HV, int sm_count) {
     const int64_t length = (chunks + segments - 1) / segments, real = (chunks + length - 1) / length;
     double cycles = std::max(reader(tasks * real, kOutputs64, kOutputs128, length), kOutputsMemory * double(tasks * chunks));
     if (real > 1) cycles += kKernel + std::max(reader(2 * tasks * (real - 1), kMaps64, kMaps128, length), kMapsMemory * double(tasks * chunks));
-    cycles += plan_fold(tasks, real, sm_count).cycles;
+    cycles += plan_fold(tasks, real, N > 1, sm_count).cycles;
     if (cycles < least) least = cycles, best = length;
   }
   return int(best);

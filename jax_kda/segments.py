@@ -16,8 +16,8 @@ CHUNK = 32  # tokens
 _MOST_SEGMENTS = 512
 _KERNEL = 3900.0
 _MAPS_64, _MAPS_128, _MAPS_MEMORY = 770.0, 1200.0, 10.0
-_OUTPUTS_64, _OUTPUTS_128, _OUTPUTS_MEMORY = 1230.0, 2090.0, 16.0
-_FOLD, _APPLY = 890.0, 1000.0
+_OUTPUTS_64, _OUTPUTS_128, _OUTPUTS_MEMORY = 1230.0, 2300.0, 16.0
+_FOLD, _APPLY = 1000.0, 1300.0
 
 # Bytes: a chunk's packet, a segment's map, a state.
 _SLOT, _MAP, _STATE = 32768, 128 * 128 * 2 + 128 * 4, 128 * 128 * 4
@@ -35,14 +35,18 @@ def segment_chunks(B: int, T: int, N: int, HV: int, sm_count: int) -> int:
     def fold(segments: int) -> float:
         if segments <= 2:
             return 0.0
-        along = (segments - 2) * _FOLD * rounds(tasks * 8)
+        along = _KERNEL + (segments - 2) * _FOLD * rounds(tasks * 8)
         group = max(math.isqrt(segments - 1) + 1, 2)
         groups = (segments - 1) // group
         in_groups = (group - 1) * _FOLD * rounds(tasks * groups * 16)
-        return _KERNEL + min(along, _KERNEL + _APPLY + in_groups + (groups - 1) * _FOLD * rounds(tasks * 8))
+        grouped = 2 * _KERNEL + _APPLY + in_groups + (groups - 1) * _FOLD * rounds(tasks * 8)
+        in_step_4 = (segments - 2) * _APPLY if 2 * tasks * segments <= sm_count and N <= 1 else math.inf
+        return min(along, grouped, in_step_4)
 
     def reader(ctas: int, chunk_64: float, chunk_128: float, length: int) -> float:
-        return length * chunk_64 if 2 * ctas <= sm_count else rounds(ctas) * length * chunk_128
+        if 2 * ctas <= sm_count:
+            return length * chunk_64
+        return rounds(ctas) * (length * chunk_128 + _KERNEL) - _KERNEL
 
     best, least = chunks, math.inf
     for segments in range(1, min(chunks, _MOST_SEGMENTS) + 1):

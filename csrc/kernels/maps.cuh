@@ -40,16 +40,18 @@ KDA_DEVICE void store_slice(const State& st, char* slice, int lane) {
   for (int n = 0; n < 16; ++n)
     *reinterpret_cast<float4*>(slice + (n * 32 + lane) * 16) = {st[4 * n], st[4 * n + 1], st[4 * n + 2], st[4 * n + 3]};
 }
+KDA_DEVICE float4 load_tile(const char* slice, int n, int lane) { return *reinterpret_cast<const float4*>(slice + (n * 32 + lane) * 16); }
 KDA_DEVICE void load_slice(State& st, const char* slice, int lane) {
 #pragma unroll
   for (int n = 0; n < 16; ++n) {
-    const float4 x = *reinterpret_cast<const float4*>(slice + (n * 32 + lane) * 16);
+    const float4 x = load_tile(slice, n, lane);
     st[4 * n] = x.x, st[4 * n + 1] = x.y, st[4 * n + 2] = x.z, st[4 * n + 3] = x.w;
   }
 }
 
-// A warp's 16 value rows of a state taken through one map: St <- St diag(d) + round(St) P^T + Q. `map` is in shared memory.
-KDA_DEVICE void apply_map(State& st, uint32_t map, const char* q_slice, int lane) {
+// A warp's 16 value rows of a state taken through one map: St <- St diag(d) + round(St) P^T + Q. `map` is in shared memory. q(n) gives
+// this lane's part of Q's tile n; next() may bring the next map's Q, now that this one's is used.
+template <class Q, class Next> KDA_DEVICE void apply_map(State& st, uint32_t map, int lane, Q q, Next next) {
   uint32_t rounded[8][4];
 #pragma unroll
   for (int s = 0; s < 8; ++s)
@@ -58,10 +60,11 @@ KDA_DEVICE void apply_map(State& st, uint32_t map, const char* q_slice, int lane
 #pragma unroll
   for (int n = 0; n < 16; ++n) {
     const float2 d = load_shared2(map + kMapDiagonal + (n * 8 + (lane & 3) * 2) * 4);
-    const float4 q = *reinterpret_cast<const float4*>(q_slice + (n * 32 + lane) * 16);
-    st[4 * n] = fma(st[4 * n], d.x, q.x), st[4 * n + 1] = fma(st[4 * n + 1], d.y, q.y);
-    st[4 * n + 2] = fma(st[4 * n + 2], d.x, q.z), st[4 * n + 3] = fma(st[4 * n + 3], d.y, q.w);
+    const float4 x = q(n);
+    st[4 * n] = fma(st[4 * n], d.x, x.x), st[4 * n + 1] = fma(st[4 * n + 1], d.y, x.y);
+    st[4 * n + 2] = fma(st[4 * n + 2], d.x, x.z), st[4 * n + 3] = fma(st[4 * n + 3], d.y, x.w);
   }
+  next();
   const int tile = lane >> 3;
   const uint32_t columns = map + ((tile & 1) * 16 + (tile >> 1)) * 128 + (lane & 7) * 16;
 #pragma unroll

@@ -30,6 +30,7 @@ struct SegmentedArgs {
   int segment;  // tokens
   int chunk_slots, segment_slots, map_slots;  // of a row; the last are those of segments that may need a map
   bool cut;          // into more than one segment: then there are maps
+  bool folded;       // in step 3; where there are few segments, every CTA of step 4 takes its state through all maps before its segment itself
   int group;         // segments that are folded together first; none: all of a sequence at once
   int group_slots;   // of a row
   int packet_parts;  // CTAs that share the packets of a row and head
