@@ -26,7 +26,7 @@ class Route(enum.StrEnum):
     BASELINE_M64 = "baseline_m64"  # a pair of CTAs, 64 state rows each, which prepare chunks for each other
     C4_M128_D15 = "c4_m128_d15"  # a cluster of four: one owner of the state, three helpers, 15 slots
     C4_M64_D10 = "c4_m64_d10"  # a cluster of four: two owners of 64 rows, two helpers, 10 slots
-    SEGMENTED = "segmented"  # sequences cut into segments, exactly; four kernels, each on all SMs
+    SEGMENTED = "segmented"  # sequences cut into segments, exactly; a row of kernels, each on all SMs
     C8_M128_D35 = "c8_m128_d35"  # a cluster of eight: one owner, seven helpers; only where it is asked for
 
 

@@ -1,4 +1,4 @@
-// The segmented route on emulated blocks: its four kernels one after the other, judged in double precision. Part of test_kernels.cpp.
+// The segmented route on emulated blocks: its kernels one after the other, judged in double precision. Part of test_kernels.cpp.
 #pragma once
 
 void test_segmented() {
