@@ -450,10 +450,10 @@ int sm_count() {
 }
 
 // Cycles of an H200, fitted to its measured kernels. segments.py has them too.
-constexpr double kKernel = 3900.;                      // from one kernel's end to the next one's first products
+constexpr double kKernel = 6000.;                      // from one kernel's end to the next one's first products
 constexpr double kMaps64 = 770., kMaps128 = 1200., kMapsMemory = 10.;  // a chunk: for CTAs of 64 and 128 rows, and of all SMs' memory traffic
 constexpr double kOutputs64 = 1230., kOutputs128 = 2300., kOutputsMemory = 16.;
-constexpr double kFold = 1000., kApply = 1800.;  // a map in step 3, and in step 4
+constexpr double kFold = 1000., kApply = 2600.;  // a map in step 3, and in step 4
 
 double rounds_of(int64_t ctas, int sms) { return double((ctas + sms - 1) / sms); }
 

@@ -23,7 +23,7 @@ void test_segmented() {
   // so many segments that they are folded in groups: the last group whole or not, the last segment the first of its group or not
   for (int segments : {16, 17, 18, 20, 21, 33}) {
     Case groups(segments % 2 ? "slow" : segments % 4 ? "none" : "unbounded");
-    groups.T = segments * C - below(C), groups.segment_chunks = 1, groups.sm_count = segments == 20 ? 26 : 132;  // readers of 128 rows, of 64
+    groups.T = segments * C - below(C), groups.segment_chunks = 1, groups.sm_count = segments == 33 ? 60 : 132;  // readers of 128 rows, of 64
     Call(groups).run_and_check();
   }
   // a length of every remainder, and none at all where no segment is cut
@@ -62,7 +62,7 @@ void test_segmented_calls() {
   }
   for (int first : {1, 310, 590}) {  // of them groups of segments, of one sequence or both, or with nothing to fold
     Case groups("long");
-    groups.T = 1000, groups.segment_chunks = 1, groups.offsets = {3, 3 + first, 998}, groups.H = 1, groups.HV = 2;
+    groups.T = 1000, groups.segment_chunks = 1, groups.offsets = {3, 3 + first, 998};
     Call call(groups);
     call.poison_outside();
     call.run_and_check();
