@@ -3,8 +3,9 @@
 //   1. packets   K1, on all SMs. Packets to the workspace
 //   2. maps      K2's chain over each segment, from the zero state (Q) and from the identity with values of zero (P): the state behind the segment is
 //                P S + Q. The first segment of a sequence knows its S, so its Q is already that state; the last needs no map
-//   3. states    the maps folded along each sequence, 16 value rows a CTA
-//   4. outputs   K2 over each segment from the state that step 3 (or the call) says it starts from
+//   3. states    the maps folded along each sequence, 16 value rows a CTA. Of many segments first the maps of each group of segments, which gives maps
+//                from the group's begin to the end of each; then the states along the groups. Of few, this is left to step 4
+//   4. outputs   K2 over each segment from the state that step 3 (or the call) says it starts from; within a group, that state is one map away
 //
 // Kernels of a row: each may move in where the one before leaves room (kernel_row.cuh). Steps 2 and 3 fall away where no sequence can be long enough
 // to need them. No CTA waits for another one.
@@ -15,6 +16,7 @@
 #include "kernels/prepare_bounded.cuh"
 #include "kernels/prepare_unbounded.cuh"
 #include "kernels/recurrence.cuh"
+#include "kernels/segment_plan.cuh"
 #include "kernels/segments.cuh"
 #include "kernels/task.cuh"
 #include "kernels/tensor_maps.cuh"
@@ -35,8 +37,11 @@ template <bool kBounded, bool kGatesF32> struct PacketsLayout {
   // What registers and shared memory allow.
   static constexpr int kGroups = kBounded ? 5 : 4, kGroupThreads = Prepare::kWarps * 32, kThreads = kGroups * kGroupThreads;
   // Behind the groups' memory:
-  static constexpr uint32_t kBias = 0, kGate = kBias + kHeadDim * 4, kRaw = kGate + 8;
-  static constexpr uint32_t bytes(int groups) { return groups * (Prepare::kBytes + 8) + kRaw; }
+  static constexpr uint32_t kBias = 0, kGate = kBias + kHeadDim * 4, kRaw = kGate + 8, kStarted = kRaw + 8 * kGroups;
+  static constexpr uint32_t bytes(int groups) { return groups * Prepare::kBytes + kStarted + 8 * kGroups; }
+  // Groups that fetch their first rows at once. The others wait for these groups' rows, which so arrive earlier; and groups that are not in step
+  // with each other share the SM better, to the end: 41 us become 35 where each has three or four chunks.
+  static constexpr int kAtOnce = 2;
   static_assert(bytes(kGroups) <= 232448, "more shared memory than a CTA can have");
   static_assert(3 * kGroups <= 15, "more groups than named barriers");
 };
@@ -58,22 +63,25 @@ __global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, 
   const int thread = threadIdx.x, lane = thread & 31, groups = blockDim.x / L::kGroupThreads;
   const int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), group = warp / Prepare::kWarps, member = warp % Prepare::kWarps;
   const uint32_t memory = shared_address(shared) + group * Prepare::kBytes, common = shared_address(shared) + groups * Prepare::kBytes;
-  const uint32_t raw = common + L::kRaw + 8 * group;
+  const uint32_t raw = common + L::kRaw + 8 * group, started = common + L::kStarted + 8 * group;
   allow_next_kernel();
 
   const int task = int(blockIdx.x) / x.packet_parts, part = int(blockIdx.x) % x.packet_parts;
   const int head = task % int(a.HV), key_head = head / int(a.HV / a.H);
   const int64_t row = task / int(a.HV);
-  const int in_segment = x.segment / kChunk, segments = (x.chunk_slots + in_segment - 1) / in_segment;
+  const uint32_t in_segment = uint32_t(x.segment) / kChunk;
 
   // The group's next chunk from `index` on. Of every segment the last chunk comes first: the first ones, which steps 2 and 4 begin with, are then the
-  // likelier to be still in the L2 cache. Called by whole warps.
+  // likelier to be still in the L2 cache. The last segment may have fewer chunks: it joins when the others have as many left. Called by whole warps.
+  const uint32_t whole_segments = uint32_t(x.chunk_slots) / in_segment, rest = uint32_t(x.chunk_slots) % in_segment;
+  const uint32_t without_last = whole_segments * (in_segment - rest);
   auto find = [&](int index) {
     PlannedChunk p{};
     p.rows.head = head, p.rows.key_head = key_head;
-    for (p.index = index; p.index < segments * in_segment; p.index += groups * x.packet_parts) {
-      p.slot = int(uint32_t(p.index) % uint32_t(segments)) * in_segment + in_segment - 1 - int(uint32_t(p.index) / uint32_t(segments));
-      if (p.slot >= x.chunk_slots) continue;
+    for (p.index = index; p.index < x.chunk_slots; p.index += groups * x.packet_parts) {
+      const bool joined = uint32_t(p.index) >= without_last;
+      const uint32_t i = uint32_t(p.index) - (joined ? without_last : 0), segments = whole_segments + joined;
+      p.slot = int(i % segments * in_segment + (joined ? rest : in_segment) - 1 - i / segments);
       if (!a.offsets) {
         p.rows.first_token = row * a.T, p.chunk = p.slot, p.tokens = int(a.T);
         break;
@@ -95,10 +103,10 @@ __global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, 
   };
   PlannedChunk now = find(group * x.packet_parts + part);
   if (member == 0) {
-    if (lane == 0) barrier_init(raw, 1);
+    if (lane == 0) barrier_init(raw, 1), barrier_init(started, 1);
     fence_async_shared();
     sync_warp();
-    copy(now);
+    if (group < L::kAtOnce) copy(now);
   }
   uint32_t raw_beta = fetch_beta(now);
   const int64_t gate_head = (a.gate_rows > 1 ? row : 0) * a.HV + head;
@@ -113,11 +121,16 @@ __global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, 
     if (a.checkpoint_every) zero_checkpoints(a, row, head, part, x.packet_parts, thread, int(blockDim.x));
   }
   __syncthreads();
+  if (member == 0 && group >= L::kAtOnce) {
+    barrier_wait(started - 8 * L::kAtOnce, 0);
+    copy(now);
+  }
 
   const PrepareContext context = {a.gate, common + L::kGate, a.scale, a.l2norm, common + L::kBias,
                                   memory, 1 + group, 1 + L::kGroups + group, 1 + 2 * L::kGroups + group, member, lane};
   char* const packets = x.packets + task * int64_t(x.chunk_slots) * kSlotBytes;
   int brought = 0;  // by the copy engine
+  if (now.tokens == 0 && member == 0 && lane == 0) barrier_arrive(started);
 #pragma unroll 1
   for (int turn = 0; now.tokens > 0; ++turn) {
     const float beta = now.chunk * kChunk + lane < now.tokens ? write_strength(beta_value(raw_beta, a.beta_dtype), a.beta_mode) : 0.f;
@@ -129,6 +142,7 @@ __global__ void __launch_bounds__(PacketsLayout<kBounded, kGatesF32>::kThreads, 
       copies_wait_all();
       sync_group(context.barrier, L::kGroupThreads);
     }
+    if (turn == 0 && member == 0 && lane == 0) barrier_arrive(started);
     Prepare::run(
         context, beta, turn, [&] { return GlobalPacket(packets + now.slot * kSlotBytes); },
         [&] { copy(find(now.index + groups * x.packet_parts)); }, [] {});
@@ -155,7 +169,14 @@ template <int kRowGroups, bool kOutputs> struct ReaderLayout {
   static constexpr uint32_t kCheckpoints = kState + 16;
   static constexpr uint32_t kFull = kCheckpoints + (kOutputs ? kCheckpointTable : 0);
   static constexpr uint32_t kEmpty = kFull + kStages * 8;
-  static constexpr uint32_t kBytes = kEmpty + kStages * 8;
+  // Packets that are fetched at once. What is needed first does not queue behind what is needed last, of all CTAs.
+  static constexpr int kEarly = kOutputs ? 2 : 4;
+  // Where the later stages will be, a ring of the maps that the CTA's first state is yet to be taken through; and its barriers.
+  static constexpr int kMaps = 3;
+  [[maybe_unused]] static constexpr uint32_t kMap = kEarly * kStageBytes;
+  static_assert(!kOutputs || kMaps * kMapBytes <= (kStages - kEarly) * kStageBytes);
+  static constexpr uint32_t kMapThere = kEmpty + kStages * 8, kMapUsed = kMapThere + kMaps * 8;
+  static constexpr uint32_t kBytes = kMapUsed + kMaps * 8;
   static_assert(kBytes <= 232448, "more shared memory than a CTA can have");
   static KDA_DEVICE void seen(uint32_t, uint32_t, uint32_t) {}
   static KDA_DEVICE void release(uint32_t shared, uint32_t slot, uint32_t /*round*/) { barrier_arrive(shared + kEmpty + 8 * slot); }
@@ -173,8 +194,10 @@ KDA_DEVICE char* get_state_at(uint32_t where) {
 template <class L> KDA_DEVICE void start_reader(uint32_t base, int thread) {
   for (int i = thread; i < kHeadDim; i += L::kThreads) store_shared(base + L::kOnes + i * 4, 1.f);
   for (int i = thread; i < int(L::kState - L::kUnit) / 4; i += L::kThreads) store_shared(base + L::kUnit + i * 4, i == kHeadDim ? 1.f : 0.f);
-  if (thread == 0)
+  if (thread == 0) {
     for (int s = 0; s < L::kStages; ++s) barrier_init(base + L::kFull + 8 * s, 1), barrier_init(base + L::kEmpty + 8 * s, L::kWarps);
+    for (int m = 0; m < L::kMaps; ++m) barrier_init(base + L::kMapThere + 8 * m, 1), barrier_init(base + L::kMapUsed + 8 * m, L::kWarps);
+  }
   fence_async_shared();
   __syncthreads();
 }
@@ -188,16 +211,19 @@ template <int kRowGroups> KDA_DEVICE void prefetch_values(const PrefillArgs& a, 
     for (int p = 0; p < kRowGroups; ++p) prefetch_global(from + i * kChunk * a.HV * (kHeadDim * 2) + p * 128);
 }
 
-// The loading warp: the packets of chunks [first_chunk, first_chunk + chunks) of the task.
-template <class L, bool kWholePackets>
-KDA_DEVICE void read_packets(const SegmentedArgs& x, const Task& task, int first_chunk, int chunks, uint32_t base, int lane) {
-  if (lane != 0) return;
+// The loading warp's first lane: the packets of chunks [first_chunk, first_chunk + chunks) of the task; between() behind the first of them.
+template <class L, bool kWholePackets, class Between>
+KDA_DEVICE void read_packets(const SegmentedArgs& x, const Task& task, int first_chunk, int chunks, uint32_t base, Between between) {
   const char* packet = packet_at(x, task, first_slot(task, x.a.N, kChunk) + first_chunk);
   constexpr uint32_t kBytes = kWholePackets ? stage::kPacketBytes : 4 * kPanel + (stage::kM - stage::kA) + (stage::kPacketBytes - stage::kDecay);
   uint32_t slot = 0, parity = 1;
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i, packet += kSlotBytes) {
     const uint32_t stage = base + slot * L::kStageBytes, full = base + L::kFull + 8 * slot;
+    if (i == L::kEarly) {
+      between();
+      barrier_wait(base + L::kFull, 0);
+    }
     if (i >= L::kStages) barrier_wait(base + L::kEmpty + 8 * slot, parity);
     barrier_expect(full, kBytes);
     if constexpr (kWholePackets) {
@@ -211,6 +237,32 @@ KDA_DEVICE void read_packets(const SegmentedArgs& x, const Task& task, int first
     }
     if (++slot == L::kStages) slot = 0, parity ^= 1;
   }
+  if (chunks <= L::kEarly) between();
+}
+
+// Which maps lie between a segment's first state and a state that is known, behind segment `known`: those of `count` segments from `first` on.
+struct MapsBefore {
+  int known, first, count;
+  bool prefix;  // not of a segment, but from a group's begin
+};
+KDA_DEVICE MapsBefore maps_before(const SegmentedArgs& x, int segment) {
+  if (!x.folded) return {0, 1, segment > 1 ? segment - 1 : 0, false};
+  const int in_group = x.group > 0 && segment > x.group ? segment % x.group : 0;
+  return {segment - 1 - in_group, segment - 1, in_group > 0, in_group > 1};
+}
+
+// The loading warp's first lane: those maps.
+template <class L> KDA_DEVICE void read_maps(const SegmentedArgs& x, const Task& task, const MapsBefore& m, int first_slot, uint32_t base) {
+  auto used = [&](int i) { barrier_wait(base + L::kMapUsed + 8 * (uint32_t(i) % L::kMaps), (uint32_t(i) / L::kMaps) & 1); };
+#pragma unroll 1
+  for (int i = 0; i < m.count; ++i) {
+    const uint32_t slot = uint32_t(i) % L::kMaps, there = base + L::kMapThere + 8 * slot;
+    if (i >= L::kMaps) used(i - L::kMaps);
+    barrier_expect(there, kMapBytes);
+    copy_bulk(base + L::kMap + slot * kMapBytes, m.prefix ? prefix_at(x, task, first_slot + m.first + i) : map_at(x, task, first_slot + m.first + i),
+              kMapBytes, there);
+  }
+  for (int i = m.count > L::kMaps ? m.count - L::kMaps : 0; i < m.count; ++i) used(i);
 }
 
 KDA_DEVICE const char* stored_state(const void* states, DType dtype, const PrefillArgs& a, const Task& k) {
@@ -242,19 +294,18 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, false>::kThreads, 1)
   if (!needed || warp == L::kWarps) {
     wait_for_previous_kernels();
     allow_next_kernel();
-    if (needed) read_packets<L, false>(x, u.task, segment * chunks, chunks, base, lane);
+    if (needed && lane == 0) read_packets<L, false>(x, u.task, segment * chunks, chunks, base, [] {});
     return;
   }
-  State st;  // from the call's inputs, before the wait
+  State st;  // from the call's inputs: only the packets wait for step 1
   if (of_zero)
     load_state(st, segment == 0 ? stored_state(a.initial_state, a.state_in_dtype, a, u.task) : nullptr, a.state_in_dtype, a.state_v_first,
                group_row + warp * 16, lane);
   else unit_state(st, base + L::kUnit, group_row + warp * 16, lane);
-  wait_for_previous_kernels();
-  allow_next_kernel();
   const auto* v = static_cast<const uint16_t*>(a.v) + first_row(a, u.task, a.HV, u.task.head, kHeadDim) +
                   int64_t(segment) * x.segment * a.HV * kHeadDim + group_row + warp * 16;
   chain<Engine, L>({base, warp, lane, v, int(a.HV) * kHeadDim, chunks, of_zero}, st);
+  wait_for_previous_kernels();  // long done; but so step 1 has ended when this kernel ends
   if (of_zero) store_slice(st, state_at(x, u.task, u.slot) + (group_row / 16 + warp) * kSliceBytes, lane);
   else store_map(st, map_at(x, u.task, u.slot), group_row + warp * 16, lane);
 }
@@ -288,41 +339,57 @@ __global__ void __launch_bounds__(ReaderLayout<kRowGroups, true>::kThreads, 1)
     // start behind their own wait), and what a kernel wrote has reached global memory when it ends.
     if (x.cut) fence_async_global();
     else wait_for_previous_kernels();
-    read_packets<L, true>(x, u.task, first / kChunk, chunks, base, lane);
+    if (lane == 0)
+      read_packets<L, true>(x, u.task, first / kChunk, chunks, base, [&] {
+        wait_for_previous_kernels();
+        fence_async_global();
+        read_maps<L>(x, u.task, maps_before(x, segment), u.first, base);
+      });
     wait_for_previous_kernels();
     return;
   }
-  wait_for_previous_kernels();
-  if (!u.there) return;
-  if (u.task.tokens == 0) {
-    if (to && part == 0) copy_state(from, a.state_in_dtype, to, a.state_out_dtype, thread, L::kThreads);
+  if (!u.there || u.task.tokens == 0) {
+    wait_for_previous_kernels();
+    if (u.there && to && part == 0) copy_state(from, a.state_in_dtype, to, a.state_out_dtype, thread, L::kThreads);
     return;
   }
   // Formed anew behind the loop, which is short of registers.
   auto value_row = [&] { return (int(opaque(part)) * L::kWarps + int(opaque(threadIdx.x)) / 32) * 16; };
-  State st;
-  if (segment == 0) load_state(st, from, a.state_in_dtype, a.state_v_first, value_row(), lane);
-  else load_slice(st, state_at(x, u.task, u.slot - 1) + value_row() / 16 * kSliceBytes, lane);
   auto* o = static_cast<uint16_t*>(a.o) + first_row(a, u.task, a.HV, u.task.head, kHeadDim) + first * a.HV * kHeadDim + value_row();
   const RecurrenceContext context = {base, warp, lane, o, a, tokens};
-  recur<Engine, L>(context, st, Checkpoints{a, base + L::kCheckpoints, value_row});
+  State st;
+  recur<Engine, L>(context, st, Checkpoints{a, base + L::kCheckpoints, value_row}, [&] {
+    wait_for_previous_kernels();
+    if (segment == 0) load_state(st, from, a.state_in_dtype, a.state_v_first, value_row(), lane);
+    else {
+      const MapsBefore m = maps_before(x, segment);
+      auto slice = [&](int of_segment) { return state_at(x, u.task, u.first + of_segment) + value_row() / 16 * kSliceBytes; };
+      load_slice(st, slice(m.known), lane);
+      State q;
+      if (L::kRoomy && m.count > 0) load_slice(q, slice(m.first), lane);
+#pragma unroll 1
+      for (int i = 0; i < m.count; ++i) {
+        const uint32_t slot = uint32_t(i) % L::kMaps, map = base + L::kMap + slot * kMapBytes;
+        barrier_wait(base + L::kMapThere + 8 * slot, (uint32_t(i) / L::kMaps) & 1);
+        if constexpr (L::kRoomy)
+          apply_map(st, map, lane, [&](int n) -> float4 { return {q[4 * n], q[4 * n + 1], q[4 * n + 2], q[4 * n + 3]}; }, [&] {
+            if (i + 1 < m.count) load_slice(q, slice(m.first + i + 1), lane);
+          });
+        else apply_map(st, map, lane, [&, from = slice(m.first + i)](int n) { return load_tile(from, n, lane); }, [] {});
+        sync_warp();
+        if (lane == 0) barrier_arrive(base + L::kMapUsed + 8 * slot);
+      }
+    }
+  });
   if (const auto final_state = get_state_at(base + L::kState))
     store_state(st, final_state, a.state_out_dtype, a.state_v_first, value_row(), int(opaque(threadIdx.x)) & 31);
 }
 
 // ================================================================ 3. states
 
-__global__ void __launch_bounds__(FoldLayout::kThreads, 1) states_kernel(const __grid_constant__ SegmentedArgs x) {
+// A CTA's fold, `steps` of them; all threads.
+template <class Fold> KDA_DEVICE void start_fold(uint32_t base, int steps, int thread, Fold fold) {
   using L = FoldLayout;
-  extern __shared__ __align__(1024) uint8_t shared[];
-  const uint32_t base = shared_address(shared);
-  const int thread = threadIdx.x, lane = thread & 31;
-  const int warp = __shfl_sync(0xffffffffu, thread >> 5, 0);
-  constexpr uint32_t kSlices = kHeadDim / 16;
-  const uint32_t slice = blockIdx.x % kSlices, head = blockIdx.x / kSlices % uint32_t(x.a.HV);
-  const int64_t sequence = blockIdx.x / kSlices / uint32_t(x.a.HV), row = sequence / x.a.N;
-  const Task task = task_of(x.a, row, int(sequence - row * x.a.N), int(head));
-  const int steps = (task.tokens + x.segment - 1) / x.segment - 2;  // the state behind the first segment is there, that behind the last not needed
   if (steps > 0) {
     if (thread == 0)
       for (int s = 0; s < L::kStages; ++s) barrier_init(base + L::kFull + 8 * s, 1);
@@ -331,9 +398,46 @@ __global__ void __launch_bounds__(FoldLayout::kThreads, 1) states_kernel(const _
   }
   wait_for_previous_kernels();
   allow_next_kernel();
-  if (steps <= 0) return;
-  const int slot = first_slot(task, x.a.N, x.segment);
-  fold(map_at(x, task, slot), state_at(x, task, slot) + slice * kSliceBytes, steps, base, warp, lane);
+  if (steps > 0) fold();
+}
+
+constexpr uint32_t kSlices = kHeadDim / 16;
+
+// Within groups. Of the first one no map is needed: the state that it starts from is in its states already.
+__global__ void __launch_bounds__(FoldLayout::kThreads, 1) groups_kernel(const __grid_constant__ SegmentedArgs x) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t base = shared_address(shared);
+  const int thread = threadIdx.x, lane = thread & 31;
+  const int warp = __shfl_sync(0xffffffffu, thread >> 5, 0);
+  const uint32_t part = blockIdx.x % (2 * kSlices), unit = blockIdx.x / (2 * kSlices);
+  const uint32_t head = unit % uint32_t(x.a.HV), row = unit / uint32_t(x.a.HV) / uint32_t(x.group_slots);
+  const Unit u = find_unit(x.a, row, int(unit / uint32_t(x.a.HV) % uint32_t(x.group_slots)), int(head), x.group * x.segment, lane);
+  const bool of_maps = part >= kSlices;
+  const int group = u.slot - u.first, first = group * x.group, slice = int(part % kSlices);
+  const int with_maps = (u.task.tokens + x.segment - 1) / x.segment - 1 - first, segments = with_maps < x.group ? with_maps : x.group;
+  start_fold(base, u.there && (group > 0 || !of_maps) ? segments - 1 : 0, thread, [&] {
+    const int slot = first_slot(u.task, x.a.N, x.segment) + first;
+    if (of_maps) fold<true>(map_at(x, u.task, slot), prefix_at(x, u.task, slot), 1, slice, segments - 1, base, warp, lane);
+    else fold<false>(map_at(x, u.task, slot), state_at(x, u.task, slot), 1, slice, segments - 1, base, warp, lane);
+  });
+}
+
+// Along a sequence: from segment to segment, or from group to group.
+__global__ void __launch_bounds__(FoldLayout::kThreads, 1) states_kernel(const __grid_constant__ SegmentedArgs x) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t base = shared_address(shared);
+  const int thread = threadIdx.x, lane = thread & 31;
+  const int warp = __shfl_sync(0xffffffffu, thread >> 5, 0);
+  const uint32_t slice = blockIdx.x % kSlices, head = blockIdx.x / kSlices % uint32_t(x.a.HV);
+  const int64_t sequence = blockIdx.x / kSlices / uint32_t(x.a.HV), row = sequence / x.a.N;
+  const Task task = task_of(x.a, row, int(sequence - row * x.a.N), int(head));
+  const int stride = x.group > 0 ? x.group : 1;
+  // The state behind the first segment or group is there, that behind the last not needed.
+  const int steps = ((task.tokens + x.segment - 1) / x.segment - 1) / stride - 1;
+  start_fold(base, steps, thread, [&] {
+    const int slot = first_slot(task, x.a.N, x.segment) + stride - 1;
+    fold<false>(x.group > 0 ? prefix_at(x, task, slot) : map_at(x, task, slot), state_at(x, task, slot), stride, int(slice), steps, base, warp, lane);
+  });
 }
 
 // ================================================================ launches
@@ -355,12 +459,15 @@ SegmentedArgs plan(const PrefillArgs& a, int64_t* bytes) {
   auto slots = [&](int64_t size) { return int(std::min<int64_t>(a.offsets ? a.T / size + a.N : std::max<int64_t>((a.T + size - 1) / size, 1), INT32_MAX)); };
   x.chunk_slots = slots(kChunk), x.segment_slots = slots(x.segment);
   x.map_slots = x.segment_slots - (a.offsets ? 0 : 1);
-  const int64_t heads = a.B * a.HV;
+  const int64_t heads = a.B * a.HV, length = x.segment / kChunk;
   x.cut = a.T > x.segment;
+  const FoldPlan fold = plan_fold(heads * a.N, (longest_chunks(a.T, a.N) + length - 1) / length, a.N > 1, sm_count());
+  x.folded = fold.folded;
+  if (fold.group * x.segment < a.T) x.group = int(fold.group), x.group_slots = fold.group > 0 ? slots(fold.group * x.segment) : 0;
   const int64_t packets = heads * x.chunk_slots * kSlotBytes, of_maps = x.cut ? heads * x.segment_slots * kMapBytes : 0;
   x.packets = reinterpret_cast<char*>((reinterpret_cast<uint64_t>(a.workspace) + kSlotBytes - 1) / kSlotBytes * kSlotBytes);
-  if (a.workspace) x.maps = x.packets + packets, x.states = x.maps + of_maps;
-  *bytes = kSlotBytes + packets + of_maps + (x.cut ? heads * x.segment_slots * kStateBytes : 0);
+  if (a.workspace) x.maps = x.packets + packets, x.prefixes = x.maps + of_maps, x.states = x.prefixes + of_maps;
+  *bytes = kSlotBytes + packets + 2 * of_maps + (x.cut ? heads * x.segment_slots * kStateBytes : 0);
   return x;
 }
 
@@ -400,9 +507,11 @@ template <class Engine, bool kBounded, bool kGatesF32> cudaError_t launch_segmen
         tasks * x.map_slots * 2);
     if (e != cudaSuccess) return e;
   }
-  if (most > 2) {
+  if (most > 2 && x.folded) {
     using L = FoldLayout;
-    const int64_t blocks = a.B * a.N * a.HV * (kHeadDim / 16);
+    const int64_t blocks = a.B * a.N * a.HV * kSlices;
+    if (x.group > 0)
+      if (cudaError_t e = row.add<groups_kernel>(tasks * x.group_slots * 2 * kSlices, L::kThreads, L::kBytes, x); e != cudaSuccess) return e;
     if (cudaError_t e = row.add<states_kernel>(blocks, L::kThreads, L::kBytes, x); e != cudaSuccess) return e;
   }
   const cudaError_t e = add_reader(
@@ -428,23 +537,16 @@ template <class Engine> cudaError_t select_segmented(const PrefillArgs& a, cudaS
 }  // namespace
 
 // The least of a model of steps 2 to 4, in cycles: what a CTA takes a chunk (or a map), times the rounds in which the SMs get through all CTAs, or
-// what the memory takes for all of it. Step 1 does not depend on the choice. Of packed sequences only the number is known: the longest is taken to be as
-// long as that of a row cut at random places is on average. A grid has slots for whatever the lengths are (segments.cuh); those with work are about half a
-// slot a sequence fewer.
+// what the memory takes for all of it. Step 1 does not depend on the choice. A grid has slots for whatever the lengths of packed sequences are
+// (segments.cuh); those with work are about half a slot a sequence fewer.
 int segment_chunks(int64_t B, int64_t T, int64_t N, int64_t HV, int sm_count) {
   constexpr int64_t kMostSegments = 512;
-  constexpr double kKernel = 3000.;                      // from one kernel's end to the next one's first products
-  constexpr double kMaps64 = 700., kMaps128 = 1000., kMapsMemory = 10.;  // a chunk: for CTAs of 64 and 128 rows, and of all SMs' memory traffic
-  constexpr double kOutputs64 = 1000., kOutputs128 = 1550., kOutputsMemory = 16.;
-  constexpr double kFold = 750.;  // a map
   N = std::max<int64_t>(N, 1);
-  const int64_t row = std::max<int64_t>((T + kChunk - 1) / kChunk, 1), heads = std::max<int64_t>(B, 1) * HV;
-  const double spread = N == 1 ? 1. : std::log(double(N)) + 0.5772 + 0.5 / double(N);
-  const int64_t longest = std::min(std::max<int64_t>(int64_t(double(row) / double(N) * spread), 1), row);
+  const int64_t row = std::max<int64_t>((T + kChunk - 1) / kChunk, 1), longest = longest_chunks(T, N), heads = std::max<int64_t>(B, 1) * HV;
   const double all_chunks = double(heads * row);
-  auto reader = [&](int64_t slots, double used, double chunk64, double chunk128, int64_t length) {
+  auto reader = [&](int64_t slots, double used, double chunk64, double chunk128, int64_t length) {  // of 128 rows: slots of the grid, those with work
     const double steps = double(std::min(length, longest));
-    return steps * (2 * slots <= sm_count ? chunk64 : chunk128 * std::ceil(used / sm_count));
+    return 2 * slots <= sm_count ? steps * chunk64 : std::ceil(used / sm_count) * (steps * chunk128 + kKernel) - kKernel;
   };
   auto cycles = [&](int64_t length) {
     const int64_t of_row = (row + length - 1) / length, slots = N == 1 ? of_row : row / length + N;
@@ -452,13 +554,10 @@ int segment_chunks(int64_t B, int64_t T, int64_t N, int64_t HV, int sm_count) {
     double found = std::max(reader(heads * slots, double(heads) * used, kOutputs64, kOutputs128, length), kOutputsMemory * all_chunks);
     if (of_row > 1) {
       const int64_t mapped = 2 * heads * (N == 1 ? slots - 1 : slots);
-      found += kKernel + std::max(reader(mapped, 2 * double(heads) * (used - double(N)), kMaps64, kMaps128, length), kMapsMemory * all_chunks);
+      const double with_map = std::max(2 * double(heads) * (used - double(N)), 1.);
+      found += kKernel + std::max(reader(mapped, with_map, kMaps64, kMaps128, length), kMapsMemory * all_chunks);
     }
-    if (of_row > 2) {
-      const int64_t folds = std::max<int64_t>((longest + length - 1) / length - 2, 0);
-      found += kKernel + double(folds) * kFold * std::ceil(double(heads * N * (kHeadDim / 16)) / sm_count);
-    }
-    return found;
+    return found + plan_fold(heads * N, (longest + length - 1) / length, N > 1, sm_count).cycles;
   };
   int64_t best = row;
   double least = cycles(row);

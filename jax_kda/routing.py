@@ -29,7 +29,7 @@ class Route(enum.StrEnum):
     C4_M64_D10 = "c4_m64_d10"  # a cluster of four: two owners of 64 rows, two helpers, 10 slots
     POOL_M128 = "pool_m128"  # an owner a task, which prepares chunks, too; all other SMs help all of them
     POOL_M64 = "pool_m64"  # two owners of 64 rows a task; all other SMs help all of them
-    SEGMENTED = "segmented"  # sequences cut into segments, exactly; four kernels, each on all SMs
+    SEGMENTED = "segmented"  # sequences cut into segments, exactly; a row of kernels, each on all SMs
     C8_M128_D35 = "c8_m128_d35"  # a cluster of eight: one owner, seven helpers; only where it is asked for
 
 

@@ -5,9 +5,9 @@
 //   u  = (p diag(beta)) A^T
 //   St = St diag(a) + u^T Kr
 //
-// Order of one turn of the loop:
-//   wait p(c) -> issue u(c) -> fetch V(c+1) -> wait u -> issue St halves -> round St half by half, issuing p(c+1) -> stage c free, St *= a(c+1),
-//   copy the values of a later chunk
+// Order of one turn of the loop, with the same regard for what the tensor cores leave time for:
+//   wait p(c) -> issue u(c) -> fetch V(c+1), copy the values of a later chunk -> wait u -> issue St halves -> wait for packet c+1
+//   -> round St half by half, issuing p(c+1) -> stage c free, St *= a(c+1)
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,8 @@ struct ChainContext {
 
 // Pipe as for recur, without kValues: the values lie where the stages leave room for Qd.
 template <class Engine, class Pipe> KDA_DEVICE void chain(const ChainContext& c, State& st) {
-  const int lane = c.lane;
+  const int lane = int(opaque(c.lane));
+  const uint32_t shared = opaque(c.shared);
   const int r = lane & 7, i0 = (lane >> 3) & 1, i1 = lane >> 4, t = lane & 3;
   // As in recurrence.cuh. The values of a chunk and warp take 1 KB.
   static_assert(kPanel == 4 * 1024);
@@ -42,6 +43,8 @@ template <class Engine, class Pipe> KDA_DEVICE void chain(const ChainContext& c,
   const uint16_t* v_row = c.v + int64_t(lane >> 1) * c.stride + (lane & 1) * 8;
   float p[16], u[16];
   uint32_t rounded[8][4], r_operand[2][4], u_operand[2][4], v[2][4];
+  float2 beta[4];  // of this lane's columns of p
+  float4 a[8];     // decays of this lane's columns of the state
 #pragma unroll
   for (int i = 0; i < 16; ++i) p[i] = 0.f, u[i] = 0.f;
 
@@ -76,30 +79,38 @@ template <class Engine, class Pipe> KDA_DEVICE void chain(const ChainContext& c,
       if (k >= from && k < to) Engine::rows(p, rounded[k], stage, stage::kKey, k, true, lane);
     Engine::commit();
   };
-  auto decay = [&](uint32_t a) {
+  auto fetch_beta = [&](uint32_t stage) {
 #pragma unroll
-    for (int s = 0; s < 8; ++s) {
-      const float4 f = load_shared4(a + decay_slot(s, t));
+    for (int n = 0; n < 4; ++n) beta[n] = load_shared2(stage + stage::kBeta + (n * 8 + 2 * t) * 4);
+  };
+  auto fetch_decay = [&](uint32_t from) {
+#pragma unroll
+    for (int s = 0; s < 8; ++s) a[s] = load_shared4(from + decay_slot(s, t));
+  };
+  auto decay = [&]() {
+#pragma unroll
+    for (int s = 0; s < 8; ++s)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        st[s * 8 + 2 * h] *= f.x, st[s * 8 + 2 * h + 1] *= f.y;
-        st[s * 8 + 4 + 2 * h] *= f.z, st[s * 8 + 4 + 2 * h + 1] *= f.w;
+        st[s * 8 + 2 * h] *= a[s].x, st[s * 8 + 2 * h + 1] *= a[s].y;
+        st[s * 8 + 4 + 2 * h] *= a[s].z, st[s * 8 + 4 + 2 * h + 1] *= a[s].w;
       }
-    }
   };
 
   uint32_t slot = 0, parity = 0;  // of this chunk
-  uint32_t stage = c.shared;
+  uint32_t stage = shared;
 #pragma unroll 1
-  for (int i = 0; i < Pipe::kStages; ++i) copy_values(c.shared + i * Pipe::kStageBytes);
+  for (int i = 0; i < Pipe::kStages; ++i) copy_values(shared + i * Pipe::kStageBytes);
   copies_wait<Pipe::kStages - 1>();
   sync_warp();
   fetch_values(stage);
-  barrier_wait(c.shared + Pipe::kFull, 0);
+  barrier_wait(shared + Pipe::kFull, 0);
   start_p();
   round_state(0, 8);
   issue_p(stage, 0, 8);
-  decay(stage + stage::kDecay);
+  fetch_beta(stage);
+  fetch_decay(stage + stage::kDecay);
+  decay();
 
   bool more = true;
 #pragma unroll 1
@@ -107,23 +118,22 @@ template <class Engine, class Pipe> KDA_DEVICE void chain(const ChainContext& c,
     more = chunks > 1;
     const uint32_t wrap = slot + 1 == Pipe::kStages;
     const uint32_t next_slot = wrap ? 0 : slot + 1;
-    const uint32_t next = more ? c.shared + next_slot * Pipe::kStageBytes : stage;
+    const uint32_t next = more ? shared + next_slot * Pipe::kStageBytes : stage;
+    const uint32_t here = uniform(stage);  // as in recurrence.cuh
 
-    float2 beta[4];  // of this lane's columns of p
-#pragma unroll
-    for (int n = 0; n < 4; ++n) beta[n] = load_shared2(stage + stage::kBeta + (n * 8 + 2 * t) * 4);
     Engine::template wait<0>();
     pin(p);
 #pragma unroll
     for (int i = 0; i < 8; ++i) r_operand[i >> 2][i & 3] = pack_bf16(p[2 * i] * beta[i >> 1].x, p[2 * i + 1] * beta[i >> 1].y);
     pin(u);
     Engine::begin();
-    Engine::square(u, r_operand, stage, stage::kA, false, lane);
+    Engine::square(u, r_operand, here, stage::kA, false, lane);
     Engine::commit();
     copies_wait<Pipe::kStages - 2>();
     sync_warp();
     fetch_values(next);
-    if (more) barrier_wait(c.shared + Pipe::kFull + 8 * next_slot, parity ^ wrap);
+    copy_values(stage);
+    const uint32_t still = uniform(stage);
     Engine::template wait<0>();
     pin(u);
 #pragma unroll
@@ -131,25 +141,28 @@ template <class Engine, class Pipe> KDA_DEVICE void chain(const ChainContext& c,
 
     pin(st);
     Engine::begin();
-    Engine::outer(st, u_operand, stage, 0, lane);
+    Engine::outer(st, u_operand, still, 0, lane);
     Engine::commit();
-    Engine::outer(st + 32, u_operand, stage, 1, lane);
+    Engine::outer(st + 32, u_operand, still, 1, lane);
     Engine::commit();
+    if (more) barrier_wait(shared + Pipe::kFull + 8 * next_slot, parity ^ wrap);
+    const uint32_t ahead = uniform(next);
     start_p();
     Engine::template wait<1>();
     pin<32>(st);
     round_state(0, 4);
-    issue_p(next, 0, 4);
+    issue_p(ahead, 0, 4);
     Engine::template wait<1>();
     pin<32>(st + 32);
     round_state(4, 8);
-    issue_p(next, 4, 8);
+    issue_p(ahead, 4, 8);
 
     // p(c + 1) is in flight (behind the last chunk: on the same stage, its result unused)
+    fetch_decay(more ? next + stage::kDecay : shared + Pipe::kOnes);
+    fetch_beta(next);
     sync_warp();
-    if (lane == 0 && more) Pipe::release(c.shared, slot, parity);
-    decay(more ? next + stage::kDecay : c.shared + Pipe::kOnes);
-    copy_values(stage);
+    if (lane == 0 && more) Pipe::release(shared, slot, parity);
+    decay();
     stage = next;
     slot = next_slot;
     parity ^= wrap;

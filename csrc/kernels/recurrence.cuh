@@ -49,10 +49,16 @@ struct RecurrenceContext {
   int tokens;
 };
 
+struct Loaded {
+  KDA_DEVICE void operator()() const {}
+};
+
 // At least one token: an empty sequence never comes here (joining it with the state behind the loop would cost the compiler copies of the
 // whole state while products are in flight). The loop runs from checkpoint to checkpoint: checkpoints.stop(chunks) says how many of the `chunks` that are
 // left will be left when the run comes to its last one, 1 being the sequence's; checkpoints.store(st, stop) sees the state behind that one.
-template <class Engine, class Pipe, class Checkpoints> KDA_DEVICE void recur(const RecurrenceContext& c, State& st, const Checkpoints& checkpoints) {
+// load() brings the first state, while the first values are on their way.
+template <class Engine, class Pipe, class Checkpoints, class Load = Loaded>
+KDA_DEVICE void recur(const RecurrenceContext& c, State& st, const Checkpoints& checkpoints, Load load = {}) {
   static_assert(Pipe::kStages >= 3);
   // Where there is room, neither is formed anew inside the loop: reading a special register takes longer than some of the products.
   const int lane = Pipe::kRoomy ? int(opaque(c.lane)) : c.lane;
@@ -150,6 +156,7 @@ template <class Engine, class Pipe, class Checkpoints> KDA_DEVICE void recur(con
   uint32_t stage = shared;
 #pragma unroll
   for (int i = 0; i < Pipe::kStages - 1; ++i) copy_values(i, i);
+  load();
   copies_wait<Pipe::kStages - 2>();
   sync_warp();
   fetch_values(0);

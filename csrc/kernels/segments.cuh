@@ -30,10 +30,14 @@ struct SegmentedArgs {
   int segment;  // tokens
   int chunk_slots, segment_slots, map_slots;  // of a row; the last are those of segments that may need a map
   bool cut;          // into more than one segment: then there are maps
+  bool folded;       // in step 3; where there are few segments, every CTA of step 4 takes its state through all maps before its segment itself
+  int group;         // segments that are folded together first; none: all of a sequence at once
+  int group_slots;   // of a row
   int packet_parts;  // CTAs that share the packets of a row and head
   char* packets;  // [B, HV, chunk slots] packets, each at a multiple of kSlotBytes
   char* maps;     // [B, HV, segment slots] maps
-  char* states;   // [B, HV, segment slots] first Q, then the state behind the segment
+  char* states;   // [B, HV, segment slots] first Q, then the state behind the segment (in groups: behind each one's last and all of the first's)
+  char* prefixes; // [B, HV, segment slots] maps from a group's begin to the segment's end, with their Q in `states`; those of a group's first: `maps`
 };
 
 // One unit (chunk or segment) of a sequence and value head.
@@ -87,6 +91,9 @@ KDA_DEVICE const char* packet_at(const SegmentedArgs& x, const Task& k, int slot
 }
 KDA_DEVICE char* map_at(const SegmentedArgs& x, const Task& k, int slot) {
   return x.maps + ((k.row * x.a.HV + k.head) * x.segment_slots + slot) * int64_t(kMapBytes);
+}
+KDA_DEVICE char* prefix_at(const SegmentedArgs& x, const Task& k, int slot) {
+  return x.prefixes + ((k.row * x.a.HV + k.head) * x.segment_slots + slot) * int64_t(kMapBytes);
 }
 KDA_DEVICE char* state_at(const SegmentedArgs& x, const Task& k, int slot) {
   return x.states + ((k.row * x.a.HV + k.head) * x.segment_slots + slot) * int64_t(kStateBytes);

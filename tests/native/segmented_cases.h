@@ -1,4 +1,4 @@
-// The segmented route on emulated blocks: its four kernels one after the other, judged in double precision. Part of test_kernels.cpp.
+// The segmented route on emulated blocks: its kernels one after the other, judged in double precision. Part of test_kernels.cpp.
 #pragma once
 
 void test_segmented() {
@@ -19,6 +19,12 @@ void test_segmented() {
     Case ring(kind < 2 ? "slow" : "none, log");
     ring.T = 13 * C + 5, ring.segment_chunks = kind % 2 ? 1 : 11, ring.sm_count = kind % 3 ? 132 : 2;
     Call(ring).run_and_check();
+  }
+  // so many segments that they are folded in groups: the last group whole or not, the last segment the first of its group or not
+  for (int segments : {16, 17, 18, 20, 21, 33}) {
+    Case groups(segments % 2 ? "slow" : segments % 4 ? "none" : "unbounded");
+    groups.T = segments * C - below(C), groups.segment_chunks = 1, groups.sm_count = segments == 33 ? 60 : 132;  // readers of 128 rows, of 64
+    Call(groups).run_and_check();
   }
   // a length of every remainder, and none at all where no segment is cut
   for (int tokens : {1, 31, 32, 33, 63, 64, 65, 96, 97}) {
@@ -51,6 +57,13 @@ void test_segmented_calls() {
     for (int n = 0; n < sequences; ++n) packed.offsets.push_back(packed.offsets.back() + (below(3) ? below(round < 6 ? 150 : 8) : 0));
     packed.T = packed.offsets.back() + below(70);
     Call call(packed);
+    call.poison_outside();
+    call.run_and_check();
+  }
+  for (int first : {1, 310, 590}) {  // of them groups of segments, of one sequence or both, or with nothing to fold
+    Case groups("long");
+    groups.T = 1000, groups.segment_chunks = 1, groups.offsets = {3, 3 + first, 998};
+    Call call(groups);
     call.poison_outside();
     call.run_and_check();
   }
