@@ -169,7 +169,10 @@ template <class L> KDA_DEVICE void help(const PoolArgs& x, const TensorMaps& map
   using Box = typename L::Box;
   const PrefillArgs& a = x.a;
   const int group = warp / Prepare::kWarps, member = warp % Prepare::kWarps;
-  const uint32_t memory = base + group * Prepare::kBytes, raw = base + L::kRaw + 8 * group, places = base + L::kPlaces + group * L::kPlaceBytes;
+  const uint32_t memory = base + group * Prepare::kBytes;
+  // Formed anew each time: K1 is short of registers.
+  auto raw = [&] { return base + L::kRaw + 8 * (opaque(threadIdx.x) / L::kGroupThreads); };
+  auto places = [&] { return base + L::kPlaces + opaque(threadIdx.x) / L::kGroupThreads * L::kPlaceBytes; };
   PrepareContext context = {a.gate, 0, a.scale, a.l2norm, 0, memory, 1 + group, 1 + L::kInstances + group, 1 + 2 * L::kInstances + group, member, lane};
 
   // What the group works on in a turn: the task's rows as put_rows leaves them (no tokens: nothing more to do), and behind them the place in the list,
@@ -177,10 +180,11 @@ template <class L> KDA_DEVICE void help(const PoolArgs& x, const TensorMaps& map
   struct Place {
     int number, task;
   };
-  auto place_at = [&](int turn) { return places + (turn & 3) * 32; };
+  constexpr uint32_t kOdd = 1u << 31;  // beside the task: an odd number of turns before this one had the copy engine bring their rows
+  auto place_at = [&](int turn) { return places() + (turn & 3) * 32; };
   auto get_place = [&](int turn) {
     const float2 at = load_shared2(place_at(turn) + 24);
-    return Place{int(bits(at.x)), int(bits(at.y))};
+    return Place{int(bits(at.x)), int(bits(at.y) & ~kOdd)};
   };
   auto chunk_of = [&](int turn) { return x.shares.helped(get_place(turn).number); };
   auto behind = [&](Place p) {
@@ -188,6 +192,8 @@ template <class L> KDA_DEVICE void help(const PoolArgs& x, const TensorMaps& map
     if (p.task >= x.tasks) p.task -= x.tasks, ++p.number;
     return p;
   };
+  auto odd = [&](int turn) { return bits(load_shared(place_at(turn) + 28)) >> 31; };
+  auto whole = [&](int turn) { return maps.usable && (chunk_of(turn) + 1) * kChunk <= get_tokens(place_at(turn)); };
   // From this place on, the first whose chunk there is. By one warp.
   auto put_place = [&](int turn, Place p) {
     const int most = int(a.T + kChunk - 1) / kChunk;
@@ -201,13 +207,13 @@ template <class L> KDA_DEVICE void help(const PoolArgs& x, const TensorMaps& map
     }
     if (lane == 0) {
       put_rows(place_at(turn), a, k);
-      store_shared2(place_at(turn) + 24, from_bits(uint32_t(p.number)), from_bits(uint32_t(p.task)));
+      const uint32_t parity = turn > 0 ? odd(turn - 1) ^ uint32_t(whole(turn - 1)) : 0u;
+      store_shared2(place_at(turn) + 24, from_bits(uint32_t(p.number)), from_bits(uint32_t(p.task) | (parity ? kOdd : 0u)));
     }
     sync_warp();
   };
-  auto whole = [&](int turn) { return maps.usable && (chunk_of(turn) + 1) * kChunk <= get_tokens(place_at(turn)); };
   auto copy = [&](int turn) {  // by one warp
-    if (whole(turn) && lane == 0) copy_rows<Prepare>(maps, get_rows(place_at(turn)), memory, chunk_of(turn), raw);
+    if (whole(turn) && lane == 0) copy_rows<Prepare>(maps, get_rows(place_at(turn)), memory, chunk_of(turn), raw());
   };
   auto fetch_beta = [&](int turn) {
     const int token = chunk_of(turn) * kChunk + lane;
@@ -230,7 +236,6 @@ template <class L> KDA_DEVICE void help(const PoolArgs& x, const TensorMaps& map
   __syncthreads();
 
   uint32_t raw_beta = fetch_beta(0);
-  int brought = 0;  // by the copy engine
 #pragma unroll 1
   for (int turn = 0; get_tokens(place_at(turn)) > 0; ++turn) {
     const int chunk = chunk_of(turn), tokens = get_tokens(place_at(turn));
@@ -238,10 +243,10 @@ template <class L> KDA_DEVICE void help(const PoolArgs& x, const TensorMaps& map
     const int task = get_place(turn).task, head = task % int(a.HV), gate_head = a.gate_rows > 1 ? task / int(a.HV) / int(a.N) * int(a.HV) + head : head;
     context.bias = base + L::kBiases + gate_head * L::kBiasBytes, context.gate = context.bias + kHeadDim * 4;
     if (whole(turn)) {
-      barrier_wait(raw, brought++ & 1);
+      barrier_wait(raw(), odd(turn));
     } else {
       sync_group(context.barrier, L::kGroupThreads);  // nobody reads the previous rows any more
-      load_rows<Prepare>(a, get_rows(place_at(turn)), memory, chunk, tokens, member * 32 + lane);
+      load_rows<Prepare>(a, get_rows(place_at(turn)), memory, chunk, tokens, (int(opaque(threadIdx.x)) & (L::kGroupThreads - 1)));
       copies_wait_all();
       sync_group(context.barrier, L::kGroupThreads);
     }
