@@ -46,10 +46,13 @@ template <class R, bool kBounded, bool kGatesF32> struct Cluster : R {
   static constexpr int kGroupThreads = Prepare::kWarps * 32;
   static constexpr int kThreads = kInstances * kGroupThreads;
   static_assert(kThreads >= (kConsumerWarps + 2) * 32);
-  // Registers of a thread: a scheduler has 512 for a lane of its warps, shared equally at the start. Where K2 needs more, an owner's other warps give.
+  // Registers of a thread (in eights): a scheduler has 512 for a lane of its warps, shared equally at the start; what K2 takes beyond, the other warps
+  // of an owner give.
   static constexpr int kShare = 512 / ((kThreads + 127) / 128) / 8 * 8;
-  static constexpr int kConsumerRegisters = kConsumers == 1 ? 232 : kShare < 168 ? 168 : kShare;
-  static constexpr bool kRoomy = kConsumers == 1;
+  static constexpr int kConsumerRegisters = kConsumers == 1 ? 232 : 192;
+  static constexpr int kOtherRegisters = kConsumers == 1 ? 48 : 32;
+  static_assert(kConsumers * 128 * kConsumerRegisters + (kThreads - kConsumers * 128) * kOtherRegisters <= kThreads * kShare);
+  static constexpr bool kRoomy = true;
   static constexpr bool kShortOfStages = false;
 
   static constexpr int kStages = 6;
@@ -69,7 +72,8 @@ template <class R, bool kBounded, bool kGatesF32> struct Cluster : R {
   static constexpr uint32_t kFree = kFull + kStages * 8;
   static constexpr uint32_t kRaw = kFree + kStages * 8;
   static constexpr uint32_t kFound = kRaw + kInstances * 8;
-  static constexpr uint32_t kBytes = kFound + 8;
+  static constexpr uint32_t kRing = kFound + 8;  // the mailbox's address
+  static constexpr uint32_t kBytes = kRing + 8;
   static_assert(kBytes <= 232448, "more shared memory than a CTA can have");
 
   static KDA_DEVICE void seen(uint32_t, uint32_t, uint32_t) {}
@@ -109,6 +113,8 @@ __global__ void __cluster_dims__(R::kRanks, 1, 1) __launch_bounds__(Cluster<R, k
   if (thread == 0) {
     put_rows(base + L::kRows, a, task);
     store_shared2(base + L::kGate, gate.slope, gate.height);
+    const auto mailbox = reinterpret_cast<uint64_t>(ring().base);
+    store_shared2(base + L::kRing, from_bits(uint32_t(mailbox)), from_bits(uint32_t(mailbox >> 32)));
     for (int s = 0; s < L::kStages; ++s) {
       barrier_init(base + L::kFull + 8 * s, 1);
       barrier_init(base + L::kFree + 8 * s, L::kConsumerWarps + 1);
@@ -124,15 +130,20 @@ __global__ void __cluster_dims__(R::kRanks, 1, 1) __launch_bounds__(Cluster<R, k
     const PrepareContext context = {a.gate, base + L::kGate, a.scale, a.l2norm, base + L::kBias, base + group * L::Prepare::kBytes,
                                     1 + group, 1 + kInstances + group, 1 + 2 * kInstances + group, warp % L::Prepare::kWarps, lane};
     const Producer role = {base + L::kRows, base + L::kRaw + 8 * group};
-    // The group's slot. Formed anew each time, in uniform registers: K1 is short of others.
+    // The group's slot. Formed anew each time, in uniform registers: K1 is short of others. The compiler would still keep the address of the flag that
+    // it waits for; not so if the mailbox's comes from shared memory.
     auto slot = [&] { return uint32_t(group * L::kHelpers + helper); };
+    auto stored_ring = [&] {
+      const float2 at = load_shared2(base + L::kRing);
+      return Ring{global_pointer(join(bits(at.x), bits(at.y)))};
+    };
     zero_outside(a, task, helper * L::kThreads + thread, L::kHelpers * L::kThreads);
     if (a.checkpoint_every)
       zero_checkpoints(a, task.row, task.head, int(task.sequence - task.row * a.N), int(a.N), helper * L::kThreads + thread, L::kHelpers * L::kThreads);
     produce<typename L::Prepare>(
         a, maps, context, role, [&](int turn) { return turn * int(Box::kSlots) + int(slot()); },
         [&](int, int turn) {
-          if (turn > 0 && lane == 0) wait_room(ring().flag(slot()), [&](uint32_t flag) { return Box::writable(flag, turn); });
+          if (turn > 0 && lane == 0) wait_room(stored_ring().flag(slot()), [&](uint32_t flag) { return Box::writable(flag, turn); });
           sync_warp();
           return GlobalPacket(ring().packet(slot()));
         },
@@ -141,10 +152,10 @@ __global__ void __cluster_dims__(R::kRanks, 1, 1) __launch_bounds__(Cluster<R, k
           if (lane == 0) set_flag(ring().flag(slot()), Box::published(turn));
         });
   } else if (warp < L::kConsumerWarps) {
-    if constexpr (L::kConsumerRegisters > L::kShare) take_registers<L::kConsumerRegisters>();
+    take_registers<L::kConsumerRegisters>();
     own<Engine, L>(a, task, base, rank, warp, lane);
   } else {
-    if constexpr (L::kConsumerRegisters > L::kShare) give_registers<48>();
+    give_registers<L::kOtherRegisters>();
     const int chunks = (get_tokens(base + L::kRows) + kChunk - 1) / kChunk;
     if (warp == L::kConsumerWarps) fetch<L, Box>(ring(), base, chunks, lane);
     else if (warp == L::kConsumerWarps + 1 && lane == 0) acknowledge<L, Box>(ring(), base, chunks, rank);

@@ -68,15 +68,12 @@ def test_decode_does_not_spill(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cluster", "segmented"])
 def test_the_other_routes(tmp_path: Path, name: str) -> None:
-    """No product serialised. In clusters the set-up may keep four words; with unbounded gates K1, its packets
-    bound for global memory from 96 registers, keeps nine at most."""
+    """No product serialised, nothing spilled."""
     _, report = compile_kernel(name, tmp_path)
     assert not re.search(r"\(C7\d{3}\)|[Ss]erializ", report)
     hopper = {kernel: sizes for kernel, sizes in spills(report).items() if "WarpEngine" not in kernel}
     assert len(hopper) >= 8
-    for kernel, (_, stores, _) in hopper.items():
-        allowed = 0 if name != "cluster" else 16 if "ELb1ELb" in kernel else 36
-        assert int(stores) <= allowed, (kernel, stores)
+    assert {kernel: sizes for kernel, sizes in hopper.items() if sizes != ["0", "0", "0"]} == {}
 
 
 def test_no_product_is_serialised(compiled: tuple[Path, str]) -> None:

@@ -1,6 +1,7 @@
 // Barriers, asynchronous copies and register hand-over between the warps of a CTA, and between the CTAs of a cluster.
 //
-// Every wait is bounded: a kernel that polls more than kWaitLimit times has lost a partner, and traps instead of hanging the GPU.
+// Every wait is bounded: a kernel that polls more than kWaitLimit times has lost a partner, and traps instead of hanging the GPU. For tools under which
+// a kernel takes minutes, builds with JAX_KDA_PATIENT_WAITS wait for ever, and poll rarely, because the polls are what keeps the others from their work.
 //
 // On the host (tests/native) the emulation behind mma.cuh supplies all of it.
 #pragma once
@@ -17,6 +18,14 @@ namespace jax_kda {
 
 constexpr uint32_t kWaitLimit = 1u << 18;      // polls, of about 15 us each where nothing happens: some seconds
 constexpr uint32_t kFlagWaitLimit = 1u << 23;  // of less than 1 us
+#if defined(JAX_KDA_PATIENT_WAITS)
+constexpr bool kPatient = true;
+#else
+constexpr bool kPatient = false;
+#endif
+KDA_DEVICE void rest() {
+  if constexpr (kPatient) asm volatile("nanosleep.u32 20000;");
+}
 
 KDA_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 KDA_DEVICE uint64_t* barrier_pointer(uint32_t b) { return static_cast<uint64_t*>(__cvta_shared_to_generic(b)); }
@@ -30,8 +39,10 @@ KDA_DEVICE void trap() { asm volatile("trap;"); }
 KDA_DEVICE void barrier_wait(uint32_t b, uint32_t parity) {
   if (barrier_try(b, parity)) return;
 #pragma unroll 1
-  for (uint32_t i = 0; i < kWaitLimit; ++i)
+  for (uint32_t i = 0; i < kWaitLimit || kPatient; ++i) {
     if (barrier_try(b, parity)) return;
+    rest();
+  }
   trap();
 }
 
@@ -89,8 +100,10 @@ KDA_DEVICE bool barrier_try_cluster(uint32_t b, uint32_t parity) {
 // A wait for arrivals from other CTAs.
 KDA_DEVICE void barrier_wait_cluster(uint32_t b, uint32_t parity) {
 #pragma unroll 1
-  for (uint32_t i = 0; i < kWaitLimit; ++i)
+  for (uint32_t i = 0; i < kWaitLimit || kPatient; ++i) {
     if (barrier_try_cluster(b, parity)) return;
+    rest();
+  }
   trap();
 }
 // From this CTA's shared memory to another's; the bytes complete on a barrier there.
@@ -107,10 +120,11 @@ KDA_DEVICE void add_flag(uint32_t* flag, uint32_t bits) { asm volatile("red.rela
 // By one lane: polls until done(flag). What was written before the flag is visible then.
 template <class Done> KDA_DEVICE void wait_flag(const uint32_t* flag, Done done) {
 #pragma unroll 1
-  for (uint32_t i = 0; i < kFlagWaitLimit; ++i) {
+  for (uint32_t i = 0; i < kFlagWaitLimit || kPatient; ++i) {
     uint32_t x;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
     if (done(x)) return;
+    rest();
   }
   trap();
 }
@@ -118,11 +132,12 @@ template <class Done> KDA_DEVICE void wait_flag(const uint32_t* flag, Done done)
 // visible then to the whole warp.
 template <class Done> KDA_DEVICE int wait_flags(const uint32_t* flag, Done done) {
 #pragma unroll 1
-  for (uint32_t i = 0; i < kFlagWaitLimit; ++i) {
+  for (uint32_t i = 0; i < kFlagWaitLimit || kPatient; ++i) {
     uint32_t x;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
     const int ready = leading_lanes(done(x));
     if (ready > 0) return ready;
+    rest();
   }
   trap();
   return 1;
@@ -130,10 +145,11 @@ template <class Done> KDA_DEVICE int wait_flags(const uint32_t* flag, Done done)
 // By one lane, for leave to write what others have read: nothing of theirs is to become visible.
 template <class Done> KDA_DEVICE void wait_room(const uint32_t* flag, Done done) {
 #pragma unroll 1
-  for (uint32_t i = 0; i < kFlagWaitLimit; ++i) {
+  for (uint32_t i = 0; i < kFlagWaitLimit || kPatient; ++i) {
     uint32_t x;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
     if (done(x)) return;
+    rest();
   }
   trap();
 }

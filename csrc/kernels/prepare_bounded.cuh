@@ -32,6 +32,7 @@ namespace jax_kda {
 
 template <bool kGatesF32, class Packet> struct PrepareBounded {
   static constexpr bool kBounded = true, kF32 = kGatesF32;
+  static constexpr bool kShortOfRegisters = !Packet::kReadable;  // helpers run five groups
   static constexpr int kWarps = 4;
   // A group's memory, bytes from its start. Raw rows as in the packet: two panels of 64 channels, each q, k and (where the packet has Kr) gates, with f32
   // gates in two parts of 32 channels; rows of 128 bytes, 128-byte swizzle.

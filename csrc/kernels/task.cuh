@@ -165,8 +165,10 @@ template <class Prepare> KDA_DEVICE void load_rows(const PrefillArgs& a, const R
   buffer = opaque(buffer);
   const int unit = thread & 15, first = thread >> 4, left = tokens - chunk * kChunk;
   const int64_t token = k.first_token + (chunk * kChunk + first);
-  const int64_t key_at = (token * a.H + k.key_head) * (kHeadDim * 2) + unit * 16, key_step = a.H * (kHeadDim * 2);
-  const int64_t gate_step = a.HV * (kHeadDim * (kF32 ? 4 : 2)), gate_at = token * gate_step + k.head * (kHeadDim * (kF32 ? 4 : 2)) + unit * 16;
+  // Opaque where registers are shortest, or multiples of the steps would live through the loop around this.
+  auto heads = [](int64_t n) { return Prepare::kShortOfRegisters ? int64_t(opaque64(uint64_t(n))) : n; };
+  const int64_t key_step = heads(a.H) * (kHeadDim * 2), key_at = token * key_step + k.key_head * (kHeadDim * 2) + unit * 16;
+  const int64_t gate_step = heads(a.HV) * (kHeadDim * (kF32 ? 4 : 2)), gate_at = token * gate_step + k.head * (kHeadDim * (kF32 ? 4 : 2)) + unit * 16;
   const char *key = static_cast<const char*>(a.k) + key_at, *query = static_cast<const char*>(a.q) + key_at;
   const char* gate = static_cast<const char*>(a.g) + gate_at;
   const uint32_t panel = buffer + (unit >> 3) * Prepare::kPanelStride;

@@ -1,7 +1,7 @@
 // A driver over launch.h without XLA: correctness at small shapes (for compute-sanitizer), and GPU times.
 //
-//   driver check [ROUTE] [--small]                 every gate regime and option at small shapes against the f64 token recurrence; --small: a dozen
-//                                                  cases, one of each kind, for the sanitizer
+//   driver check [ROUTE] [--small [CASES]]         every gate regime and option at small shapes against the f64 token recurrence; --small: a dozen
+//                                                  cases (or the first CASES), one of each kind, for the sanitizer
 //   driver guard                                   offsets of every wrong kind: must come back without touching foreign memory
 //   driver stress [ROUTE] [CALLS]                  30 shapes, CALLS calls (10000) of changing data and offsets beside other work: the bits of a quiet call
 //   driver streams [ROUTE] [ROUNDS]                two threads, a stream each: ROUNDS calls (200) at once have the bits of one at a time
@@ -26,7 +26,8 @@
 //
 // memcheck, initcheck and synccheck find nothing. racecheck does not follow a warp's writes through __syncwarp and the arrival of one lane for all, nor
 // bar.arrive, and reports hazards of them in the baseline; a variant with every lane arriving (and counted) and bar.sync in their place had none, when
-// it was last tried. Under it a cluster is so slow that a bounded wait ends the kernel: it says nothing about those.
+// it was last tried. For the cluster routes build with -DJAX_KDA_PATIENT_WAITS: under racecheck the kernel's polls, instrumented as everything, take the
+// time of the warps that they wait for, until a bound ends the kernel. With rare polls and no bound it takes seconds and finds nothing.
 //
 // Every output is poisoned with NaN bits before a checked call. Exit status 1 where something is wrong, 2 where it could not be tried; a case that
 // hangs ends the process with a signal.
@@ -299,8 +300,10 @@ int run(const std::vector<std::string>& words) {
   auto word = [&](size_t i, const char* otherwise) { return i < words.size() ? words[i] : std::string(otherwise); };
   const std::string what = word(0, "check");
   if (what == "check") {
-    const bool small = !words.empty() && words.back() == "--small";
-    return check(route_of(words.size() > (small ? 2u : 1u) ? words[1] : "baseline_m128"), small ? small_cases() : all_cases());
+    const size_t option = size_t(std::find(words.begin(), words.end(), "--small") - words.begin());
+    std::vector<Case> cases = option < words.size() ? small_cases() : all_cases();
+    if (option + 1 < words.size()) cases.resize(std::min(cases.size(), size_t(parse_count("CASES", words[option + 1]))), cases[0]);
+    return check(route_of(option > 1 && words.size() > 1 ? words[1] : "baseline_m128"), cases);
   }
   if (what == "guard") return guard();
   if (what == "stress") return stress(route_of(word(1, "baseline_m128")), parse_count("CALLS", word(2, "10000")));
