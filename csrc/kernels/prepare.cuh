@@ -71,20 +71,21 @@ KDA_DEVICE void store_factors(const PrepareContext& c, uint32_t rows, uint32_t s
   }
 }
 
-// When this warp's rows of M are in the packet and its tiles of -L in the group's memory, `square`: [10 tiles][32 lanes] 2 f32. Two warps, whose turn it
-// is, invert, a half each. Meanwhile a third one calls all_but_a(): the rest of the packet is there, and the copy engine may bring the next rows, for no
-// warp of the group reads raw ones or operands any more. The fourth calls meanwhile(), for what the group has to do besides: the next chunk waits for the
-// inverting warps anyhow. True for the warp that has finished the packet.
+// When this warp's rows of M are in the packet and its tiles of -L in the group's memory, `square`: [10 tiles][32 lanes] 2 f32. Who inverts changes from
+// turn to turn: two warps, a half each; where many groups fill the SM, so that not time but work counts, one. Meanwhile another one calls all_but_a(): the
+// rest of the packet is there, and the copy engine may bring the next rows, for no warp of the group reads raw ones or operands any more. A free one calls
+// meanwhile(), for what the group has to do besides: the next chunk waits for the inverting warps anyhow. True for the warp that has finished the packet.
 template <class Packet, class AllButA, class Meanwhile>
 KDA_DEVICE bool finish(const PrepareContext& c, const Packet& packet, uint32_t square, int turn, int lane, AllButA all_but_a, Meanwhile meanwhile) {
   constexpr int kWarps = 4;
-  enum { kFirst, kSecond, kOnward, kFree };
+  constexpr bool kHalves = Packet::kReadable;
+  enum { kFirst, kOnward, kFree, kSecond };
   const int role = (c.warp - turn) & 3;
   fence_async_shared();  // what this warp has written: the packet is read, and the rows are written, by engines
-  // A barrier of its own: the one that only arrives may reach the next chunk's barriers before the others come here.
-  if (role == kFree) {
+  // A barrier of its own: those that only arrive may reach the next chunk's barriers before the others come here.
+  if (role == kFree || (role == kSecond && !kHalves)) {
     arrive_group(c.tiles_barrier, kWarps * 32);
-    meanwhile();
+    if (role == kFree) meanwhile();
     return false;
   }
   sync_group(c.tiles_barrier, kWarps * 32);
@@ -97,14 +98,30 @@ KDA_DEVICE bool finish(const PrepareContext& c, const Packet& packet, uint32_t s
     return Tile{{x.x, x.y}};
   };
   auto packed = [](const Tile& y) { return pack_bf16(y.v[0], y.v[1]); };
-  const int block = role == kFirst ? 0 : 1;
-  const HalfInverse half = invert_half(
-      lane, [&](int row, int column) { return tile(2 * block + row, 2 * block + column); },
-      [&](Tile t00, Tile t10, Tile t11) { store_block(packet, stage::kA, block, block, packed(t00), 0u, packed(t10), packed(t11), lane); });
+  auto half = [&](int block) {
+    return invert_half(
+        lane, [&](int row, int column) { return tile(2 * block + row, 2 * block + column); },
+        [&](Tile t00, Tile t10, Tile t11) { store_block(packet, stage::kA, block, block, packed(t00), 0u, packed(t10), packed(t11), lane); });
+  };
+  auto below = [&](const HalfInverse& second, const TileOperand (&product)[2][2]) {
+    multiply_second(second, product, [&](Tile t00, Tile t01, Tile t10, Tile t11) {
+      store_block(packet, stage::kA, 1, 0, packed(t00), packed(t01), packed(t10), packed(t11), lane);
+    });
+    fence_async_shared();
+    sync_warp();
+  };
   TileOperand product[2][2];
+  if constexpr (!kHalves) {
+    const HalfInverse first = half(0), second = half(1);
+    store_block(packet, stage::kA, 0, 1, 0u, 0u, 0u, 0u, lane);
+    multiply_by_first(first, [&](int row, int column) { return tile(2 + row, column); }, product);
+    below(second, product);
+    return true;
+  }
+  const HalfInverse own = half(role == kFirst ? 0 : 1);
   if (role == kFirst) {
     store_block(packet, stage::kA, 0, 1, 0u, 0u, 0u, 0u, lane);
-    multiply_by_first(half, [&](int row, int column) { return tile(2 + row, column); }, product);
+    multiply_by_first(own, [&](int row, int column) { return tile(2 + row, column); }, product);
     // Handed over where this lane has read its own tiles.
 #pragma unroll
     for (int i = 0; i < 4; ++i) store_shared2(square + (i * 32 + lane) * 8, from_bits(product[i >> 1][i & 1].u[0]), from_bits(product[i >> 1][i & 1].u[1]));
@@ -118,11 +135,7 @@ KDA_DEVICE bool finish(const PrepareContext& c, const Packet& packet, uint32_t s
     const float2 x = load_shared2(square + (i * 32 + lane) * 8);
     product[i >> 1][i & 1] = {{bits(x.x), bits(x.y)}};
   }
-  multiply_second(half, product, [&](Tile t00, Tile t01, Tile t10, Tile t11) {
-    store_block(packet, stage::kA, 1, 0, packed(t00), packed(t01), packed(t10), packed(t11), lane);
-  });
-  fence_async_shared();
-  sync_warp();
+  below(own, product);
   return true;
 }
 
