@@ -169,10 +169,8 @@ template <class L> KDA_DEVICE void help(const PoolArgs& x, const TensorMaps& map
   using Box = typename L::Box;
   const PrefillArgs& a = x.a;
   const int group = warp / Prepare::kWarps, member = warp % Prepare::kWarps;
-  const uint32_t memory = base + group * Prepare::kBytes;
-  // Formed anew each time: K1 is short of registers.
-  auto raw = [&] { return base + L::kRaw + 8 * (opaque(threadIdx.x) / L::kGroupThreads); };
-  auto places = [&] { return base + L::kPlaces + opaque(threadIdx.x) / L::kGroupThreads * L::kPlaceBytes; };
+  const uint32_t memory = base + group * Prepare::kBytes, places = base + L::kPlaces + group * L::kPlaceBytes;
+  auto raw = [&] { return base + L::kRaw + (places - base - L::kPlaces) / (L::kPlaceBytes / 8); };  // a register fewer
   PrepareContext context = {a.gate, 0, a.scale, a.l2norm, 0, memory, 1 + group, 1 + L::kInstances + group, 1 + 2 * L::kInstances + group, member, lane};
 
   // What the group works on in a turn: the task's rows as put_rows leaves them (no tokens: nothing more to do), and behind them the place in the list,
@@ -181,7 +179,7 @@ template <class L> KDA_DEVICE void help(const PoolArgs& x, const TensorMaps& map
     int number, task;
   };
   constexpr uint32_t kOdd = 1u << 31;  // beside the task: an odd number of turns before this one had the copy engine bring their rows
-  auto place_at = [&](int turn) { return places() + (turn & 3) * 32; };
+  auto place_at = [&](int turn) { return places + (turn & 3) * 32; };
   auto get_place = [&](int turn) {
     const float2 at = load_shared2(place_at(turn) + 24);
     return Place{int(bits(at.x)), int(bits(at.y) & ~kOdd)};
