@@ -27,7 +27,8 @@
 // memcheck, initcheck and synccheck find nothing. racecheck does not follow a warp's writes through __syncwarp and the arrival of one lane for all, nor
 // bar.arrive, and reports hazards of them in the baseline; a variant with every lane arriving (and counted) and bar.sync in their place had none, when
 // it was last tried. For the cluster routes build with -DJAX_KDA_PATIENT_WAITS: under racecheck the kernel's polls, instrumented as everything, take the
-// time of the warps that they wait for, until a bound ends the kernel. With rare polls and no bound it takes seconds and finds nothing.
+// time of the warps that they wait for, until a bound ends the kernel. With rare polls and no bound that takes seconds, and it finds nothing;
+// with a barrier of K1 taken out it does.
 //
 // Every output is poisoned with NaN bits before a checked call. Exit status 1 where something is wrong, 2 where it could not be tried; a case that
 // hangs ends the process with a signal.
