@@ -33,26 +33,34 @@ class Cost:
     coefficients: tuple[float, ...]
 
 
-_MEASURED = "h200-regions.json, NVIDIA H200, commit 7514c50"
+_MEASURED = "h200-regions.json, NVIDIA H200, commit 6779085"
 MEASURED: tuple[Region, ...] = (
-    Region("segmented", (9, 0), (1, 11), (1, 1048576), _MEASURED),
-    Region("c4_m64_d10", (9, 0), (12, 15), (1, 127), _MEASURED),
-    Region("segmented", (9, 0), (12, 15), (128, 511), _MEASURED),
-    Region("c4_m64_d10", (9, 0), (12, 15), (512, 1023), _MEASURED),
-    Region("segmented", (9, 0), (12, 15), (1024, 1048576), _MEASURED),
-    Region("c4_m64_d10", (9, 0), (16, 21), (1, 127), _MEASURED),
-    Region("segmented", (9, 0), (16, 21), (128, 511), _MEASURED),
-    Region("c4_m64_d10", (9, 0), (16, 21), (512, 65535), _MEASURED),
-    Region("segmented", (9, 0), (16, 21), (65536, 1048576), _MEASURED),
-    Region("c4_m64_d10", (9, 0), (22, 30), (1, 127), _MEASURED),
-    Region("segmented", (9, 0), (22, 30), (128, 511), _MEASURED),
-    Region("c4_m64_d10", (9, 0), (22, 30), (512, 524288), _MEASURED),
-    Region("baseline_m64", (9, 0), (31, 43), (1, 127), _MEASURED),
-    Region("segmented", (9, 0), (31, 43), (128, 524288), _MEASURED),
+    Region("baseline_m64", (9, 0), (1, 3), (1, 127), _MEASURED),
+    Region("pool_m64", (9, 0), (1, 3), (128, 511), _MEASURED),
+    Region("segmented", (9, 0), (1, 3), (512, 1048576), _MEASURED),
+    Region("c4_m64_d10", (9, 0), (4, 7), (1, 127), _MEASURED),
+    Region("pool_m64", (9, 0), (4, 7), (128, 511), _MEASURED),
+    Region("segmented", (9, 0), (4, 7), (512, 1048576), _MEASURED),
+    Region("baseline_m64", (9, 0), (8, 15), (1, 127), _MEASURED),
+    Region("pool_m64", (9, 0), (8, 15), (128, 511), _MEASURED),
+    Region("segmented", (9, 0), (8, 15), (512, 1048576), _MEASURED),
+    Region("baseline_m64", (9, 0), (16, 21), (1, 127), _MEASURED),
+    Region("pool_m64", (9, 0), (16, 21), (128, 255), _MEASURED),
+    Region("segmented", (9, 0), (16, 21), (256, 1048576), _MEASURED),
+    Region("baseline_m64", (9, 0), (22, 30), (1, 127), _MEASURED),
+    Region("c4_m64_d10", (9, 0), (22, 30), (128, 524288), _MEASURED),
+    Region("baseline_m64", (9, 0), (31, 35), (1, 255), _MEASURED),
+    Region("segmented", (9, 0), (31, 35), (256, 1023), _MEASURED),
+    Region("pool_m64", (9, 0), (31, 35), (1024, 524288), _MEASURED),
+    Region("baseline_m64", (9, 0), (36, 39), (1, 1023), _MEASURED),
+    Region("pool_m64", (9, 0), (36, 39), (1024, 262144), _MEASURED),
+    Region("baseline_m64", (9, 0), (40, 43), (1, 2047), _MEASURED),
+    Region("segmented", (9, 0), (40, 43), (2048, 262144), _MEASURED),
     Region("baseline_m64", (9, 0), (44, 65), (1, 16383), _MEASURED),
     Region("segmented", (9, 0), (44, 65), (16384, 262144), _MEASURED),
     Region("baseline_m64", (9, 0), (66, 66), (1, 131072), _MEASURED),
-    Region("segmented", (9, 0), (67, 95), (4096, 131072), _MEASURED),
+    Region("pool_m128", (9, 0), (67, 95), (512, 131072), _MEASURED),
+    Region("pool_m128", (9, 0), (96, 112), (1024, 131072), _MEASURED),
     Region("baseline_m64", (9, 0), (133, 197), (512, 65536), _MEASURED),
     Region("baseline_m64", (9, 0), (198, 263), (4096, 65536), _MEASURED),
 )
@@ -61,11 +69,11 @@ MEASURED: tuple[Region, ...] = (
 # and SMs of the GPU measured.
 MEASURED_ON = ((9, 0), 132)
 COSTS: tuple[Cost, ...] = (
-    Cost("baseline_m128", 132, (2.75, 0.0, 0.771, 0.0334, 0.0285, 0.000199, 6.4, 2.62)),
-    Cost("baseline_m64", 66, (4.09, 1.01, 0.0, 0.0, 0.0584, 0.00316, 4.56, 1.3)),
-    Cost("c4_m128_d15", 30, (0.0, 2.04, 0.0, 0.0347, 0.0389, 0.00301, 9.28, 1.21)),
-    Cost("c4_m64_d10", 30, (0.0, 1.13, 0.0, 0.184, 0.0, 0.00396, 9.66, 0.638)),
-    Cost("segmented", 132, (0.0, 1.89, 1.07, 0.133, 0.0, 0.0284, 7.19, 0.0101)),
+    Cost("baseline_m128", 132, (4.73, 0.286, 0.0, 0.0, 0.0411, 0.0, 4.34, 2.54)),
+    Cost("baseline_m64", 66, (3.15, 1.3, 0.0, 0.0, 0.06, 0.00261, 4.5, 1.27)),
+    Cost("c4_m128_d15", 30, (0.275, 0.785, 0.0, 0.25, 0.0, 0.000682, 10.2, 1.05)),
+    Cost("c4_m64_d10", 30, (0.0, 1.83, 0.0, 0.273, 0.0202, 0.00265, 8.52, 0.644)),
+    Cost("segmented", 132, (5.85, 0.0, 0.77, 0.0, 0.0, 0.029, 9.86, 0.00645)),
 )
 
 # The regions of the design that these routes come from, on a B200: published, not measured here. Its B300 and
