@@ -170,7 +170,7 @@ def test_donated_states(run):
 # formats. `segmented` cuts sequences, which is another order of sums; the contract's bars hold for it.
 @pytest.mark.parametrize("case", ["dense", "packed", "many", "bf16 states"])
 @pytest.mark.parametrize("gate", GATES)
-def test_the_bits_of_the_baseline(route, gate, case):
+def test_the_bits_of_the_baseline(route, run, gate, case):
     if route in ("baseline_m128", "segmented"):
         pytest.skip("the baseline itself, or a route that cuts sequences")
     inputs = {
@@ -180,7 +180,7 @@ def test_the_bits_of_the_baseline(route, gate, case):
         "bf16 states": lambda: small(gate, T=257, state_dtype="bfloat16", state_v_first=True),
     }[case]()
     inputs = on_device(inputs)
-    assert same_bits(forced(route)(**inputs), forced("baseline_m128")(**inputs))
+    assert same_bits(run(**inputs), forced("baseline_m128")(**inputs))
 
 
 # ---- parts and the whole
