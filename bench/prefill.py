@@ -114,17 +114,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def resolve(asked: Iterable[Case], device: routing.Device) -> list[Case]:
-    """The cases with the route that `auto` takes on this device in its place, each once."""
+    """The cases with the route that `auto` takes on this device in its place, each once.
+
+    Without those that their route refuses: the driver would time what runs in its place, under its name.
+    """
     major, minor = device.compute_capability or (0, 0)
     build = routing.Build(cuda=True, architectures=(f"{major}{minor}a",))
-    return list(
-        dict.fromkeys(
-            replace(case, route=routing.choose(_problem(case.shape), device, build).route.value)
-            if case.route == "auto"
-            else case
-            for case in asked
-        )
-    )
+    found = {}
+    for case in asked:
+        decision = routing.choose(_problem(case.shape), device, build)
+        if case.route == "auto":
+            found[replace(case, route=decision.route.value)] = None
+        elif case.route not in {route.value for route, _ in decision.refused}:
+            found[case] = None
+    return list(found)
 
 
 def _problem(s: Shape) -> contract.Problem:

@@ -24,6 +24,7 @@ from .shapes import GATES, REGION_HEADS, REGION_TOKENS, Case, Shape, parse_names
 
 __all__ = ["draw", "main", "ratios"]
 
+ROUTES = (*RESIDENT, "pool_m128", "pool_m64")
 RESULT = ROOT / "bench" / "results" / records.RANDOM
 MOST_TASKS, TOKENS, LIMIT = 512, (64, 1 << 20), 1 << 21
 
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--seed", type=int, default=1, help="of the shapes (default: %(default)s)")
     add("--points", type=int, default=60, help="shapes (default: %(default)s)")
     add("--gates", default="slow", help="one gate regime (default: %(default)s)")
-    add("--routes", default=",".join(RESIDENT), help="forced (default: %(default)s)")
+    add("--routes", default=",".join(ROUTES), help="forced (default: %(default)s)")
     add("--calls", type=int, default=20, help="timed calls a round, of two (default: %(default)s)")
     add("--out", type=Path, default=RESULT, help="the result file (default: bench/results/h200-random.json)")
     add("--driver", type=Path, help="a driver that is built already (default: build it)")
@@ -89,7 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     shapes = draw(options.seed, options.points)
-    wanted = [Case(shape, gates, route) for shape in shapes for route in routes]
+    wanted = prefill.resolve(
+        [Case(shape, gates, route) for shape in shapes for route in routes], routing.H200
+    )
     if options.dry:
         print("\n".join(case.line() for case in wanted))
         return 0

@@ -266,7 +266,8 @@ def _cluster_refuses(problem: Problem, device: Device, build: Build) -> str:
     return why
 
 
-# Of csrc/pool.cu: the tasks whose gate constants a helper has room for, and the tokens that its chunk numbers reach.
+# Of csrc/pool.cu: the tasks whose gate constants a helper has room for, and the tokens that its chunk numbers
+# reach.
 _MOST_POOLED = {Route.POOL_M128: 112, Route.POOL_M64: 64}
 _POOL_OWNERS = {Route.POOL_M128: 1, Route.POOL_M64: 2}
 _MOST_POOLED_TOKENS = 2**25
@@ -282,8 +283,9 @@ def _pool_refuses(route: Route) -> Callable[[Problem, Device, Build], str]:
         most = min(_MOST_POOLED[route], (sms - 1) // _POOL_OWNERS[route])
         if tasks > most:
             return (
-                f"its owners leave SMs to help them for at most {most} pairs of a sequence and a value head on "
-                f"{sms} SMs, and this call has {tasks} (B * N * HV = {problem.B} * {problem.N} * {problem.HV})"
+                f"its owners leave SMs to help them for at most {most} pairs of a sequence and a value head "
+                f"on {sms} SMs, and this call has {tasks} "
+                f"(B * N * HV = {problem.B} * {problem.N} * {problem.HV})"
             )
         if problem.T > _MOST_POOLED_TOKENS:
             return f"it takes at most {_MOST_POOLED_TOKENS} tokens a row, and this call has {problem.T}"
@@ -313,7 +315,7 @@ def _ring(slots: int) -> Callable[[Problem, Device], int]:
 
 
 def _pool(slots: int) -> Callable[[Problem, Device], int]:
-    """The workspace of a pooled route: a ring of slots a task, a flag of 32 bytes a slot, room to align them."""
+    """The workspace of a pooled route: a ring of slots a task, a flag of 32 bytes a slot, room to align."""
 
     def bytes_of(problem: Problem, _: Device) -> int:
         return problem.B * problem.N * problem.HV * slots * (_SLOT_BYTES + 32) + _SLOT_BYTES

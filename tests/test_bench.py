@@ -83,7 +83,7 @@ def _no_gpu_and_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_sets() -> None:
     assert {name: len(s) for name, s in shapes.SETS.items()} == {
         "seed": 6, "small": 5, "serving": 4, "packed": 2, "modes": 3, "checkpoints": 4, "ten": 10,
-        "regions": 156,
+        "regions": 198,
     }  # fmt: skip
     for s in itertools.chain(*shapes.SETS.values()):
         assert s.HV % s.H == 0
@@ -292,7 +292,8 @@ def test_a_run_over_random_shapes(fake: Any, tmp_path: Path, capsys: pytest.Capt
     assert {ratio for ratio, _, _ in random_points.ratios(found).values()} <= {2.0}
     assert random_points.main([*words, "--dry"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 * 5
+    cases = [Case(s, "slow", route) for s in random_points.draw(5, 4) for route in random_points.ROUTES]
+    assert len(lines) == len(prefill.resolve(cases, routing.H200)) > 4 * 5  # some pools refuse
     assert len({line.split(" ", 1)[1] for line in lines}) == 4
 
 
