@@ -292,7 +292,8 @@ def test_a_run_over_random_shapes(fake: Any, tmp_path: Path, capsys: pytest.Capt
     assert {ratio for ratio, _, _ in random_points.ratios(found).values()} <= {2.0}
     assert random_points.main([*words, "--dry"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    cases = [Case(s, "slow", route) for s in random_points.draw(5, 4) for route in random_points.ROUTES]
+    drawn = random_points.draw(5, 4)
+    cases = [Case(s, "slow", route) for s in drawn for route in random_points.ROUTES]
     assert len(lines) == len(prefill.resolve(cases, routing.H200)) > 4 * 5  # some pools refuse
     assert len({line.split(" ", 1)[1] for line in lines}) == 4
 

@@ -264,7 +264,7 @@ def test_result_files_are_whole(path: Path) -> None:
 
 @pytest.mark.xfail(
     strict=True,
-    reason="6 are over it, all packed; where auto takes a pooled route, that was not among the forced ones yet",
+    reason="6 are over it, all packed; and pooled routes were not yet among the forced ones",
 )
 def test_auto_is_near_the_best_route_where_nobody_chose_the_shape() -> None:
     """Nowhere more than 10 % slower than the best forced route, on 60 points drawn off the grid."""
