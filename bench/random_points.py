@@ -19,12 +19,12 @@ from jax_kda import routing
 
 from . import native, prefill, records, rows
 from .digest import ROOT
-from .regions import RESIDENT
 from .shapes import GATES, REGION_HEADS, REGION_TOKENS, Case, Shape, parse_names
 
 __all__ = ["draw", "main", "ratios"]
 
-ROUTES = (*RESIDENT, "pool_m128", "pool_m64")
+# All that `auto` can take.
+ROUTES = tuple(r.value for r in routing.Route if r not in (routing.Route.XLA, routing.Route.C8_M128_D35))
 RESULT = ROOT / "bench" / "results" / records.RANDOM
 MOST_TASKS, TOKENS, LIMIT = 512, (64, 1 << 20), 1 << 21
 
@@ -90,11 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     shapes = draw(options.seed, options.points)
-    wanted = prefill.resolve(
-        [Case(shape, gates, route) for shape in shapes for route in routes], routing.H200
-    )
+    asked = [Case(shape, gates, route) for shape in shapes for route in routes]
     if options.dry:
-        print("\n".join(case.line() for case in wanted))
+        print("\n".join(case.line() for case in prefill.resolve(asked, routing.H200)))
         return 0
     try:
         driver = options.driver or native.build()
@@ -102,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (native.DriverError, OSError) as error:
         print(f"bench.random_points: {error}", file=sys.stderr)
         return 2
+    wanted = prefill.resolve(asked, prefill.device(facts))
     measured, copy_rate, complete = prefill.measure(driver, wanted, 2, options.calls)
     common = prefill.provenance(facts, options.commit) | {"copy_rate": copy_rate}
     name = f"random, seed {options.seed}"

@@ -50,6 +50,7 @@ def run(route):
 
     def run_if_served(**inputs):
         try:
+            jax_kda.explain_route(**inputs, route=route)  # under jit the route is chosen when we are left
             return forced(**inputs)
         except ValueError as refusal:
             pytest.skip(str(refusal))

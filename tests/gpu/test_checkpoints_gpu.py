@@ -79,10 +79,7 @@ def test_places_without_a_checkpoint_are_zeros(run, lengths, state_dtype):
     poison = [jnp.full((T // 64, 4, 128, 128), jnp.nan, state_dtype) for _ in range(4)]
     jax.block_until_ready(poison)
     del poison
-    try:
-        checkpoints = np.asarray(function(arrays)[2], np.float32)
-    except ValueError as refusal:  # where the route is chosen: behind `run`
-        pytest.skip(str(refusal))
+    checkpoints = np.asarray(function(arrays)[2], np.float32)
     used = int(jax_kda.checkpoint_offsets(np.cumsum([0, *lengths]), 64)[-1])
     assert used < T // 64
     assert np.isfinite(checkpoints).all()

@@ -201,29 +201,23 @@ inline void store_global16_if(bool on, void* p, float4 v) {
   std::memcpy(p, &v, 16);
 }
 
-inline int leading_lanes(bool x) {
-  struct Operand {
+// The lanes vote; all get what count(the votes) makes of them.
+template <class Count> int ballot(bool x, Count count) {
+  struct Vote {
     bool x;
     int result;
   } mine = {x, 0};
-  machine->together("ballot", mine, [](const std::array<Operand*, 32>& all) {
-    int count = 0;
-    while (count < 32 && all[count]->x) ++count;
-    for (Operand* lane : all) lane->result = count;
+  machine->together("ballot", mine, [&](const std::array<Vote*, 32>& all) {
+    const int result = count(all);
+    for (Vote* lane : all) lane->result = result;
   });
   return mine.result;
 }
+inline int leading_lanes(bool x) {
+  return ballot(x, [](const auto& all) { return int(std::find_if(all.begin(), all.end(), [](auto* lane) { return !lane->x; }) - all.begin()); });
+}
 inline int count_lanes(bool x) {
-  struct Operand {
-    bool x;
-    int result;
-  } mine = {x, 0};
-  machine->together("ballot", mine, [](const std::array<Operand*, 32>& all) {
-    int count = 0;
-    for (const Operand* y : all) count += y->x;
-    for (Operand* y : all) y->result = count;
-  });
-  return mine.result;
+  return ballot(x, [](const auto& all) { return int(std::count_if(all.begin(), all.end(), [](auto* lane) { return lane->x; })); });
 }
 inline float shuffle(float x, int lane) {
   struct Operand {
